@@ -1,0 +1,28 @@
+"""resswap: swap the residual connections of a transformers decoder.
+
+    import resswap
+    resswap.convert(model, scheme="mhc", num_streams=4)
+
+Importing it lets transformers' Auto classes load models that were saved after a conversion.
+"""
+
+from . import hub as hub
+from .conversion import connections, convert, diff, revert
+from .errors import CheckpointError, OptionError, ResswapError, UnsupportedModelError
+from .schemes import Connection, SchemeConfig, available_schemes
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "Connection",
+    "OptionError",
+    "ResswapError",
+    "SchemeConfig",
+    "UnsupportedModelError",
+    "available_schemes",
+    "connections",
+    "convert",
+    "diff",
+    "revert",
+]

@@ -1,0 +1,37 @@
+"""Load saved converted models through transformers' Auto classes."""
+
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from resswap.auto import register_auto_classes
+from resswap.configuration import MODEL_TYPE, residual_config_class, restored
+from resswap.conversion import complete
+from resswap.errors import CheckpointError
+
+
+class ResswapConfig(PreTrainedConfig):
+    """What `model_type: resswap` in a `config.json` stands for: it reads as the config of the family described there."""
+
+    model_type = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The config of the converted family, whose models the Auto classes then build.
+
+        Raises:
+            CheckpointError: `residual` does not describe a scheme that this version of resswap knows.
+        """
+        config_dict = restored(config_dict)
+        base_model_type = config_dict["model_type"]
+        if base_model_type not in CONFIG_MAPPING or base_model_type == MODEL_TYPE:
+            raise CheckpointError(
+                f"config.json: residual.base_model_type is {base_model_type!r}, which this version of transformers "
+                "does not know."
+            )
+        family = CONFIG_MAPPING[base_model_type]
+        register_auto_classes(family, complete)
+        return residual_config_class(family).from_dict(config_dict, **kwargs)
+
+
+AutoConfig.register(MODEL_TYPE, ResswapConfig, exist_ok=True)

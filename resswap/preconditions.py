@@ -1,0 +1,62 @@
+"""What state a model must be in to be converted."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from resswap.errors import UnsupportedModelError
+from resswap.surgery import rewritten_text
+
+
+def check_convertible(model: object) -> None:
+    """Refuse what would end in half a conversion, naming the remedy.
+
+    Raises:
+        UnsupportedModelError: not a transformers model, or already converted, compiled, wrapped or dispatched.
+    """
+    name = type(model).__name__
+    inner = _wrapped_model(model)
+    if inner is not None:
+        raise UnsupportedModelError(f"A {name} wraps the model: convert the {type(inner).__name__} before wrapping it.")
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"{name} is not a transformers PreTrainedModel.")
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        if rewritten_text(type(module)):
+            raise UnsupportedModelError(f"{name} is already converted at {where}: call resswap.revert(model) first.")
+        if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+            raise UnsupportedModelError(f"{where} is compiled: convert first, then compile.")
+        if hasattr(module, "_hf_hook") or "forward" in vars(module):
+            raise UnsupportedModelError(
+                f"{where} has hooks in place of its forward, as device_map or CPU offload put there: convert first and "
+                "dispatch then, or call accelerate.hooks.remove_hook_from_module(model, recurse=True) before."
+            )
+        if hasattr(module, "_get_fsdp_state") or hasattr(module, "_fsdp_wrapped_module"):
+            raise UnsupportedModelError(f"{where} is sharded by FSDP: convert first, then shard.")
+    sharded = next((path for path, p in model.named_parameters() if hasattr(p, "ds_id")), None)
+    if sharded is not None:
+        raise UnsupportedModelError(f"{sharded} is partitioned by DeepSpeed ZeRO-3: convert before deepspeed.initialize.")
+
+
+def _wrapped_model(model: object) -> nn.Module | None:
+    """The model inside torch.compile's, DDP's or PEFT's wrapper."""
+    if not isinstance(model, nn.Module) or isinstance(model, PreTrainedModel):
+        return None
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    for attribute in ("_orig_mod", "module"):
+        inner = getattr(model, attribute, None)
+        if isinstance(inner, nn.Module):
+            return inner
+    return None
+
+
+def drop_dequantized_flag(model: PreTrainedModel) -> None:
+    """Let a model that was read from a GGUF file into plain float weights be saved.
+
+    transformers unpacks the weights of most GGUF files but goes on calling the model quantised, and refuses to save
+    it. Nothing is done to a model whose weights are still packed.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    config = getattr(quantizer, "quantization_config", None)
+    if config is not None and config.quant_method == "gguf" and getattr(config, "dequantize", False):
+        quantizer.remove_quantization_config(model)

@@ -1,0 +1,73 @@
+"""Hyper-Connections, static and dynamic (arXiv 2409.19606)."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from resswap.ops import hc_read, write_streams
+
+from .base import AddBranch, Connection, ExpandStreams, MeanReadout, SchemeConfig, option, register_scheme
+
+
+@register_scheme
+@dataclass(frozen=True)
+class HCConfig(SchemeConfig):
+    """Options of the scheme `hc`.
+
+    Initialised as in section 2.3 of the paper: connection l reads stream l mod n, every stream gets the branch's output,
+    and the streams are not mixed. The read-out is the mean of the streams where the paper sums them, so that the model
+    computes what it did. The paper's normalisation has a weight, which is part of `fn` here.
+    """
+
+    scheme: ClassVar[str] = "hc"
+
+    num_streams: int = option(4, "How many residual streams.", "a whole number from 1", lambda n: n >= 1)
+    dynamic: bool = option(True, "Let the weights depend on the token (DHC) or not (SHC).", "True or False")
+    tanh: bool = option(True, "Bound the part that depends on the token (eq. 11 to 13).", "True or False")
+    scale_init: float = option(
+        0.01, "Initial gate of the part that depends on the token.", "a number above 0", lambda s: s > 0
+    )
+    eps: float = option(1e-6, "Added to the mean square of a stream before its root.", "a number above 0", lambda e: e > 0)
+
+    def expand(self, hidden_size: int, num_connections: int) -> nn.Module:
+        return ExpandStreams(self.num_streams)
+
+    def connection(self, index: int, hidden_size: int, num_connections: int) -> Connection:
+        return HCConnection(index, hidden_size, self)
+
+    def readout(self, hidden_size: int, num_connections: int) -> nn.Module:
+        return MeanReadout()
+
+
+class HCConnection(Connection):
+    """One hyper-connection: `x = Σ_j pre_j X_j`, then `X'_k = Σ_j comb[j, k] X_j + post_k y`.
+
+    `pre`, `post` and `comb` are the paper's `A_m`, `B` and `A_r`.
+
+    Attributes:
+        base: `[(2 + n) * n]`, the static weights: pre (n), post (n), comb (n·n, `[j, k]` row by row).
+        fn: `[2 + n, hidden]`, for each stream on its own: pre (1), post (1), comb to each stream (n); dynamic only.
+        scale: `[3]`, the gates of pre, post and comb; dynamic only.
+    """
+
+    def __init__(self, index: int, hidden_size: int, config: HCConfig) -> None:
+        super().__init__(index)
+        n = config.num_streams
+        self.tanh, self.eps = config.tanh, config.eps
+        pre = F.one_hot(torch.tensor(index % n), n).float()
+        self.base = nn.Parameter(torch.cat([pre, torch.ones(n), torch.eye(n).flatten()]))
+        if config.dynamic:
+            self.fn = nn.Parameter(torch.zeros(2 + n, hidden_size))
+            self.scale = nn.Parameter(torch.full((3,), config.scale_init))
+        else:
+            self.fn = self.scale = None
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, AddBranch]:
+        """Streams `[batch, seq, n, hidden]`."""
+        x, streams, post, comb = hc_read(streams, self.fn, self.scale, self.base, self.tanh, self.eps)
+        return x, partial(write_streams, streams, post=post, comb=comb)
+

@@ -1,0 +1,103 @@
+"""Manifold-constrained hyper-connections (DeepSeek, arXiv 2512.24880)."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from resswap.errors import OptionError
+from resswap.ops import mhc_read, write_streams
+
+from .base import (
+    AddBranch,
+    Connection,
+    ExpandStreams,
+    MeanReadout,
+    SchemeConfig,
+    option,
+    register_scheme,
+    rotating_weights,
+)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class MHCConfig(SchemeConfig):
+    """Options of the scheme `mhc`.
+
+    Straight after conversion all streams are equal, `pre` sums to 1, `post` is 1 and `comb` is doubly stochastic, so
+    the model computes what it did. `pre_peak` makes the streams part once training starts. `comb_diagonal` weighs two
+    failures against each other: with a uniform `comb` (1/n) the streams are averaged away, and near the identity its
+    gradient vanishes.
+    """
+
+    scheme: ClassVar[str] = "mhc"
+
+    num_streams: int = option(4, "How many residual streams.", "a whole number from 2", lambda n: n >= 2)
+    sinkhorn_iters: int = option(
+        20, "Rounds of Sinkhorn-Knopp (section 4.2 of the paper).", "a whole number from 1", lambda n: n >= 1
+    )
+    comb_diagonal: float = option(
+        0.9,
+        "Diagonal of the mixing matrix at conversion; 1/num_streams is uniform.",
+        "from 1/num_streams to 0.999",
+        lambda p: p <= 0.999,
+    )
+    pre_peak: float = option(
+        0.7,
+        "Weight at conversion with which connection l reads stream l mod num_streams; the others share the rest.",
+        "greater than 1/num_streams, up to 0.99",
+        lambda p: p <= 0.99,
+    )
+    scale_init: float = option(
+        0.01, "Initial gate of the part that depends on the token (table 5 of the paper).", "a number above 0", lambda s: s > 0
+    )
+    eps: float = option(1e-6, "Added to the mean square of the streams before its root.", "a number above 0", lambda e: e > 0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.comb_diagonal < 1 / self.num_streams:
+            raise OptionError(f"mhc: comb_diagonal={self.comb_diagonal}; allowed: from 1/num_streams to 0.999.")
+        if self.pre_peak <= 1 / self.num_streams:
+            raise OptionError(
+                f"mhc: pre_peak={self.pre_peak}; allowed: greater than 1/num_streams (with equal weights the "
+                "streams never part), up to 0.99."
+            )
+
+    def expand(self, hidden_size: int, num_connections: int) -> nn.Module:
+        return ExpandStreams(self.num_streams)
+
+    def connection(self, index: int, hidden_size: int, num_connections: int) -> Connection:
+        return MHCConnection(index, hidden_size, self)
+
+    def readout(self, hidden_size: int, num_connections: int) -> nn.Module:
+        return MeanReadout()
+
+
+class MHCConnection(Connection):
+    """One mHC connection; parameters as in transformers' `DeepseekV4HyperConnection`.
+
+    Attributes:
+        fn: `[(2 + n) * n, n * hidden]`, rows for pre (n), post (n) and comb (n·n, `[j, k]` row by row).
+        scale: `[3]`, the gates of pre, post and comb.
+        base: `[(2 + n) * n]`, in the order of `fn`'s rows.
+    """
+
+    def __init__(self, index: int, hidden_size: int, config: MHCConfig) -> None:
+        super().__init__(index)
+        n = config.num_streams
+        self.sinkhorn_iters, self.eps = config.sinkhorn_iters, config.eps
+        other = (1 - config.comb_diagonal) / (n - 1)
+        comb = torch.eye(n) * math.log(config.comb_diagonal / other)
+        self.fn = nn.Parameter(torch.zeros((2 + n) * n, n * hidden_size))
+        self.scale = nn.Parameter(torch.full((3,), config.scale_init))
+        self.base = nn.Parameter(torch.cat([rotating_weights(n, index, config.pre_peak), torch.zeros(n), comb.flatten()]))
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, AddBranch]:
+        """Streams `[batch, seq, n, hidden]`: the branch reads `pre`; the add mixes by `comb` and writes by `post`."""
+        x, streams, post, comb = mhc_read(streams, self.fn, self.scale, self.base, self.sinkhorn_iters, self.eps)
+        return x, partial(write_streams, streams, post=post, comb=comb)
+
