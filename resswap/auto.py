@@ -30,11 +30,15 @@ def register_auto_classes(family: type[PreTrainedConfig], complete: Callable[[Pr
             continue
         model_class = mapping[family]
         if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
-            auto_class.register(config_class, builder(model_class, complete), exist_ok=True)
+            auto_class.register(config_class, builder(model_class, config_class, complete), exist_ok=True)
 
 
 @lru_cache(maxsize=None)
-def builder(model_class: type[PreTrainedModel], complete: Callable[[PreTrainedModel], None]) -> type[PreTrainedModel]:
+def builder(
+    model_class: type[PreTrainedModel],
+    config_class: type[PreTrainedConfig],
+    complete: Callable[[PreTrainedModel], None],
+) -> type[PreTrainedModel]:
     """A subclass of a family's model class that builds converted models; what it builds is of `model_class` itself."""
 
     def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
@@ -54,7 +58,7 @@ def builder(model_class: type[PreTrainedModel], complete: Callable[[PreTrainedMo
         "__doc__": model_class.__doc__,
         "__init__": __init__,
         "from_pretrained": classmethod(from_pretrained),
-        "config_class": residual_config_class(model_class.config_class),
+        "config_class": config_class,
     }
     built = type(model_class)(model_class.__name__, (model_class,), members)
     return built

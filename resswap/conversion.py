@@ -42,12 +42,12 @@ def convert(
     """
     config = scheme_config(scheme, options)
     check_convertible(model)
-    _install(model, config, param_dtype)
-    drop_dequantized_flag(model)
     family = type(model.config)
+    register_auto_classes(family, complete)
+    _install(model, config, param_dtype)
     model.config.__class__ = residual_config_class(family)
     model.config.residual = describe(config, family.model_type)
-    register_auto_classes(family, complete)
+    drop_dequantized_flag(model)
     return model
 
 
@@ -132,17 +132,18 @@ def _plan(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype
     hidden_size = model.config.get_text_config(decoder=True).hidden_size
     total = sum(len(rewrite.sites) for rewrite in rewrites)
     changes, index = [], 0
-    for layer, rewrite in zip(layers, rewrites, strict=True):
-        children = {}
-        for site in rewrite.sites:
-            children[site] = _placed(config.connection(index, hidden_size, total), layer, layer.training, param_dtype)
-            index += 1
-        new_class = surgery.subclass_with_forward(type(layer), rewrite.text, surgery.checks_checkpointing)
-        changes.append(_Change(layer, new_class, children))
-    ends = {
-        surgery.EXPAND: _placed(config.expand(hidden_size, total), layers[0], stack.owner.training, param_dtype),
-        surgery.READOUT: _placed(config.readout(hidden_size, total), layers[-1], stack.owner.training, param_dtype),
-    }
+    with torch.device("cpu"):  # initial values are computed even while the model itself is on the meta device
+        for layer, rewrite in zip(layers, rewrites, strict=True):
+            children = {}
+            for site in rewrite.sites:
+                children[site] = _placed(config.connection(index, hidden_size, total), layer, param_dtype)
+                index += 1
+            new_class = surgery.subclass_with_forward(type(layer), rewrite.text, surgery.checks_checkpointing)
+            changes.append(_Change(layer, new_class, children))
+        ends = {
+            surgery.EXPAND: _placed(config.expand(hidden_size, total), layers[0], param_dtype),
+            surgery.READOUT: _placed(config.readout(hidden_size, total), layers[-1], param_dtype),
+        }
     taken = [name for name in ends if hasattr(stack.owner, name)]
     if taken:
         raise UnsupportedModelError(f"{type(stack.owner).__name__} already has an attribute {taken[0]!r}.")
@@ -150,12 +151,12 @@ def _plan(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype
     return [*changes, _Change(stack.owner, new_class, ends)]
 
 
-def _placed(module: nn.Module, layer: nn.Module, training: bool, param_dtype: torch.dtype | None) -> nn.Module:
-    """The module on the device of the layer it serves, in that layer's dtype, and trainable."""
+def _placed(module: nn.Module, layer: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
+    """The module on the device and in the dtype and the mode of the layer it serves."""
     like = next((p for p in layer.parameters() if p.is_floating_point() and p.dtype.itemsize > 1), None)
     device = None if like is None else like.device
     dtype = param_dtype or (torch.get_default_dtype() if like is None else like.dtype)
-    return module.to(device=device, dtype=dtype).train(training)
+    return module.to(device=device, dtype=dtype).train(layer.training)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from resswap.errors import UnsupportedModelError
 from resswap.surgery import rewritten_text
@@ -19,6 +21,9 @@ def check_convertible(model: object) -> None:
         raise UnsupportedModelError(f"A {name} wraps the model: convert the {type(inner).__name__} before wrapping it.")
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"{name} is not a transformers PreTrainedModel.")
+    types = {model.config.model_type, model.config.get_text_config(decoder=True).model_type}
+    if types <= set(CONFIG_MAPPING_NAMES) and not types & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        raise UnsupportedModelError(f"{name} is not a decoder: transformers has no causal language model of its type.")
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         if rewritten_text(type(module)):

@@ -74,11 +74,14 @@ def find_stack(model: nn.Module) -> Stack:
             f"{type(model).__name__} has no stack of decoder layers: no module's forward loops over a ModuleList "
             "and passes hidden states through it. resswap converts decoders such as LLaMA or GPT-2."
         )
+    if len(loops) > 1:  # such as a vision tower's and a text decoder's
+        get_decoder = getattr(model, "get_decoder", None)
+        decoder = set(get_decoder().modules()) if get_decoder is not None else set()
+        loops = [found for found in loops if found[1] in decoder] or loops
     if len(loops) > 1:
         names = ", ".join(".".join(filter(None, (name, list_name))) for name, _, list_name, _, _ in loops)
         raise UnsupportedModelError(
-            f"{type(model).__name__} has more than one stack of layers ({names}). Convert the module that owns the "
-            "one you mean, for example resswap.convert(model.get_decoder(), ...)."
+            f"{type(model).__name__} has more than one stack of layers ({names}), and none of them is the decoder's."
         )
     name, module, list_name, source, loop = loops[0]
     return Stack(module, name, list_name, loop.argument, _rewrite(source, loop))
