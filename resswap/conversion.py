@@ -120,6 +120,7 @@ def _install(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dt
             for name, child in change.children.items():
                 change.module.add_module(name, child)
             change.module.__class__ = change.new_class
+            vars(change.module).pop("forward", None)  # what removed hooks leave behind: the old class's forward
 
 
 def _plan(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None) -> list[_Change]:

@@ -30,7 +30,7 @@ def check_convertible(model: object) -> None:
             raise UnsupportedModelError(f"{name} is already converted at {where}: call resswap.revert(model) first.")
         if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
             raise UnsupportedModelError(f"{where} is compiled: convert first, then compile.")
-        if hasattr(module, "_hf_hook") or "forward" in vars(module):
+        if hasattr(module, "_hf_hook") or _replaced_forward(module):
             raise UnsupportedModelError(
                 f"{where} has hooks in place of its forward, as device_map or CPU offload put there: convert first and "
                 "dispatch then, or call accelerate.hooks.remove_hook_from_module(model, recurse=True) before."
@@ -55,6 +55,12 @@ def _wrapped_model(model: object) -> nn.Module | None:
     return None
 
 
+def _replaced_forward(module: nn.Module) -> bool:
+    """Whether a forward of the instance's own hides that of its class. Removed hooks leave the class's own there."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
 def drop_dequantized_flag(model: PreTrainedModel) -> None:
     """Let a model that was read from a GGUF file into plain float weights be saved.
 
@@ -63,5 +69,5 @@ def drop_dequantized_flag(model: PreTrainedModel) -> None:
     """
     quantizer = getattr(model, "hf_quantizer", None)
     config = getattr(quantizer, "quantization_config", None)
-    if config is not None and config.quant_method == "gguf" and getattr(config, "dequantize", False):
+    if config is not None and config.quant_method == "gguf" and not getattr(quantizer, "packed_modules", None):
         quantizer.remove_quantization_config(model)

@@ -88,6 +88,8 @@ class FirstSource(nn.Module):
 class DepthConnection(Connection):
     """The branch reads `k · Σ_i α_i v_i` with `α = softmax_i(query · RMSNorm(v_i))` over the k sources.
 
+    The first connection has the embedding to read and nothing to choose from, so it has no parameters.
+
     Attributes:
         query: `[hidden]`.
         key_weight: `[hidden]`, the weight of the keys' RMSNorm.
@@ -97,11 +99,14 @@ class DepthConnection(Connection):
     def __init__(self, index: int, hidden_size: int, eps: float, new_source: bool) -> None:
         super().__init__(index)
         self.eps, self.new_source = eps, new_source
-        self.query = nn.Parameter(torch.zeros(hidden_size))
-        self.key_weight = nn.Parameter(torch.ones(hidden_size))
+        self.query = nn.Parameter(torch.zeros(hidden_size)) if index > 0 else None
+        self.key_weight = nn.Parameter(torch.ones(hidden_size)) if index > 0 else None
 
     def forward(self, sources: Sources) -> tuple[Tensor, AddBranch]:
-        x = depth_attention(sources.values, self.query, self.key_weight, self.eps)
+        if self.query is None:
+            x = sources.values[0]
+        else:
+            x = depth_attention(sources.values, self.query, self.key_weight, self.eps)
         return x, partial(_append if self.new_source else _accumulate, sources.values)
 
     def extra_repr(self) -> str:

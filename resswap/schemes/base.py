@@ -74,7 +74,7 @@ class SchemeConfig:
         raise NotImplementedError
 
     def connection(self, index: int, hidden_size: int, num_connections: int) -> Connection:
-        """The connection at `index`, initialised in float32 without random numbers."""
+        """The connection at `index`, initialised without random numbers; its parameters are cast to the dtype of the layer afterwards."""
         raise NotImplementedError
 
     def readout(self, hidden_size: int, num_connections: int) -> nn.Module:
@@ -140,10 +140,10 @@ class MeanReadout(nn.Module):
 
 
 def rotating_weights(num_streams: int, index: int, peak: float) -> Tensor:
-    """Logits, float32 `[n]`, whose sigmoids sum to 1 and are largest at stream `index % n`, where they are near `peak`.
+    """Logits, float64 `[n]`, whose sigmoids sum to 1 and are largest at stream `index % n`, where they are near `peak`.
 
     With equal weights all streams would get equal gradients and never part; these rotate with depth instead. The sum
-    is 1 to rounding in float32, and to 1e-4 after a cast to bfloat16: among the bfloat16 numbers near `logit(peak)`
+    is 1 to rounding in float32 and float64, and to 1e-4 after a cast to bfloat16: among the bfloat16 numbers near `logit(peak)`
     the one is taken for which the other logit comes nearest to a bfloat16 number.
     """
     target = torch.tensor(peak, dtype=torch.float64).logit()
@@ -153,4 +153,4 @@ def rotating_weights(num_streams: int, index: int, peak: float) -> Tensor:
     best = off.argmin()
     logits = rest[best].repeat(num_streams)
     logits[index % num_streams] = near[best]
-    return logits.float()
+    return logits
