@@ -1,7 +1,7 @@
 """Make transformers' Auto classes build converted models."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -33,7 +33,7 @@ def register_auto_classes(family: type[PreTrainedConfig], complete: Callable[[Pr
             auto_class.register(config_class, builder(model_class, config_class, complete), exist_ok=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def builder(
     model_class: type[PreTrainedModel],
     config_class: type[PreTrainedConfig],
@@ -49,7 +49,9 @@ def builder(
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
         wants_info = kwargs.pop("output_loading_info", False)
         model, info = super(built, cls).from_pretrained(*args, output_loading_info=True, **kwargs)
-        _check_loaded(model, set(info["missing_keys"]), args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        _check_loaded(
+            model, set(info["missing_keys"]), args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        )
         return (model, info) if wants_info else model
 
     members = {

@@ -5,7 +5,7 @@ In memory a converted model's config keeps its family's `model_type` (PEFT, gene
 """
 
 import dataclasses
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -69,11 +69,16 @@ class ResidualConfigMixin:
         return _new_config, (family_config_class(type(self)),), self.__dict__
 
 
-@lru_cache(maxsize=None)
+@cache
 def residual_config_class(family: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The config class of converted models of a family, a subclass of the family's."""
     name = f"Residual{family.__name__}"
-    members = {"__module__": __name__, "__qualname__": name, "__doc__": family.__doc__, "model_type": family.model_type}
+    members = {
+        "__module__": __name__,
+        "__qualname__": name,
+        "__doc__": family.__doc__,
+        "model_type": family.model_type,
+    }
     return type(family)(name, (ResidualConfigMixin, family), members)
 
 

@@ -11,7 +11,7 @@ from resswap.errors import CheckpointError
 
 
 class ResswapConfig(PreTrainedConfig):
-    """What `model_type: resswap` in a `config.json` stands for: it reads as the config of the family described there."""
+    """What `model_type: resswap` in a `config.json` stands for: the config of the family described there."""
 
     model_type = MODEL_TYPE
 

@@ -18,7 +18,9 @@ def check_convertible(model: object) -> None:
     name = type(model).__name__
     inner = _wrapped_model(model)
     if inner is not None:
-        raise UnsupportedModelError(f"A {name} wraps the model: convert the {type(inner).__name__} before wrapping it.")
+        raise UnsupportedModelError(
+            f"A {name} wraps the model: convert the {type(inner).__name__} before wrapping it."
+        )
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"{name} is not a transformers PreTrainedModel.")
     types = {model.config.model_type, model.config.get_text_config(decoder=True).model_type}
@@ -32,14 +34,16 @@ def check_convertible(model: object) -> None:
             raise UnsupportedModelError(f"{where} is compiled: convert first, then compile.")
         if hasattr(module, "_hf_hook") or _replaced_forward(module):
             raise UnsupportedModelError(
-                f"{where} has hooks in place of its forward, as device_map or CPU offload put there: convert first and "
-                "dispatch then, or call accelerate.hooks.remove_hook_from_module(model, recurse=True) before."
+                f"{where} has hooks in place of its forward, as device_map or CPU offload put there: convert first "
+                "and dispatch then, or call accelerate.hooks.remove_hook_from_module(model, recurse=True) before."
             )
         if hasattr(module, "_get_fsdp_state") or hasattr(module, "_fsdp_wrapped_module"):
             raise UnsupportedModelError(f"{where} is sharded by FSDP: convert first, then shard.")
     sharded = next((path for path, p in model.named_parameters() if hasattr(p, "ds_id")), None)
     if sharded is not None:
-        raise UnsupportedModelError(f"{sharded} is partitioned by DeepSpeed ZeRO-3: convert before deepspeed.initialize.")
+        raise UnsupportedModelError(
+            f"{sharded} is partitioned by DeepSpeed ZeRO-3: convert before deepspeed.initialize."
+        )
 
 
 def _wrapped_model(model: object) -> nn.Module | None:

@@ -89,9 +89,7 @@ def test_in_memory_the_model_type_is_the_family_s(saved):
         "format_version": 1,
         "base_model_type": "llama",
         "scheme": "mhc",
-        "options": dict(
-            num_streams=3, sinkhorn_iters=20, comb_diagonal=0.9, pre_peak=0.7, scale_init=0.01, eps=1e-6
-        ),
+        "options": dict(num_streams=3, sinkhorn_iters=20, comb_diagonal=0.9, pre_peak=0.7, scale_init=0.01, eps=1e-6),
     }
     on_disk = json.loads((saved[0] / "config.json").read_text())
     assert on_disk["model_type"] == "resswap" and on_disk["architectures"] == ["LlamaForCausalLM"]
@@ -127,9 +125,7 @@ def test_other_heads_and_the_base_model(saved):
         assert torch.equal(base(input_ids()).last_hidden_state, full.model(input_ids()).last_hidden_state)
     classifier = AutoModelForSequenceClassification.from_pretrained(saved[0], num_labels=3)
     assert len(resswap.connections(classifier)) == 6
-    assert torch.equal(
-        classifier.model.layers[2].mlp_connection.fn, full.model.layers[2].mlp_connection.fn
-    )
+    assert torch.equal(classifier.model.layers[2].mlp_connection.fn, full.model.layers[2].mlp_connection.fn)
 
 
 def test_from_config_builds_a_converted_model(saved):

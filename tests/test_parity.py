@@ -1,5 +1,7 @@
 """Connections give the numbers of transformers' own mHC, and of the papers' formulas in float64."""
 
+import itertools
+
 import pytest
 import torch
 from tiny import CONFIGS, input_ids, new_parameters, randomise_connections, tiny
@@ -114,13 +116,10 @@ def test_attention_residuals_equal_the_formula(num_blocks):
     embedding = model.model.embed_tokens(ids)
     for index, (reader, actual) in enumerate(zip(readers, branch_inputs, strict=True)):
         done = outputs[:index]
-        blocks = [sum(done[start : start + size]) for start in range(0, len(done), size)]
-        sources = [embedding, *blocks]
-        expected = embedding if index == 0 else depth_attention(sources, reader.query, reader.key_weight)
-        if num_blocks == 4:  # 6 sublayers do not divide by 4; the blocks are 2, 1, 2 and 1 long
-            bounds = [0, 2, 3, 5, 6]
-            blocks = [sum(done[a:b]) for a, b in zip(bounds, bounds[1:], strict=False) if a < len(done)]
-            expected = embedding if index == 0 else depth_attention([embedding, *blocks], reader.query, reader.key_weight)
+        # 6 sublayers do not divide by 4; those blocks are 2, 1, 2 and 1 long.
+        bounds = [0, 2, 3, 5, 6] if num_blocks == 4 else range(0, 7, size)
+        blocks = [sum(done[a:b]) for a, b in itertools.pairwise(bounds) if a < len(done)]
+        expected = depth_attention([embedding, *blocks], reader.query, reader.key_weight) if index else embedding
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 

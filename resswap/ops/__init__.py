@@ -5,10 +5,14 @@ from .sinkhorn import sinkhorn, sinkhorn_reference
 from .streams import (
     hc_coefficients,
     hc_read,
+    hc_read_reference,
     mhc_coefficients,
     mhc_read,
+    mhc_read_reference,
     read_streams,
+    read_streams_reference,
     write_streams,
+    write_streams_reference,
 )
 
 __all__ = [
@@ -16,10 +20,14 @@ __all__ = [
     "depth_attention_reference",
     "hc_coefficients",
     "hc_read",
+    "hc_read_reference",
     "mhc_coefficients",
     "mhc_read",
+    "mhc_read_reference",
     "read_streams",
+    "read_streams_reference",
     "sinkhorn",
     "sinkhorn_reference",
     "write_streams",
+    "write_streams_reference",
 ]

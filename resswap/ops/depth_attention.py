@@ -1,29 +1,133 @@
-"""Depth attention: a softmax over earlier residual contributions (attention residuals)."""
+"""Depth attention: a softmax over earlier residual contributions (attention residuals, arXiv 2603.15031, section 3).
+
+A logit is `q . RMSNorm(v; w) = (v . (q * w)) / rms(v)`: one pass over v, no normalised copy, and no stack of sources.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .precision import no_autocast, wide
+from .spans import spans
+
+
+def depth_attention(sources: Sequence[Tensor], query: Tensor, key_weight: Tensor | None, eps: float) -> Tensor:
+    """`x = k sum_i alpha_i v_i`, `alpha = softmax_i(query . RMSNorm(v_i; key_weight))`, k the number of sources.
+
+    The paper has no factor k; with it a query of zero gives the plain sum of the sources. Differentiable once.
+
+    Args:
+        sources: the v_i, each `[..., C]`, all of one shape and dtype.
+        query: `[C]`.
+        key_weight: `[C]`, the norm's weight. None: ones.
+        eps: added to the mean square.
+
+    Returns:
+        `[..., C]` in the sources' dtype; logits, softmax and sum are float32 (float64 for float64 sources).
+    """
+    if torch.compiler.is_compiling():
+        return depth_attention_reference(sources, query, key_weight, eps)
+    return _DepthAttention.apply(query, key_weight, eps, *sources)
 
 
 def depth_attention_reference(
     sources: Sequence[Tensor], query: Tensor, key_weight: Tensor | None, eps: float
 ) -> Tensor:
     """`depth_attention` in plain operations."""
-    dtype = wide(sources[0].dtype)
-    with no_autocast(sources[0]):
-        probe = query.to(dtype) if key_weight is None else query.to(dtype) * key_weight.to(dtype)
-        logits = []
-        for v in sources:
-            v = v.to(dtype)
-            logits.append((v * probe).sum(-1) * (v.square().mean(-1) + eps).rsqrt())
-        weights = len(sources) * torch.stack(logits).softmax(0)
-        x = sum(w[..., None] * v for w, v in zip(weights, sources, strict=True))
-        return x.to(sources[0].dtype)
+    probe = _probe(query, key_weight, sources[0])
+    with no_autocast(probe):
+        wider = [v.to(probe.dtype) for v in sources]
+        logits = [(v * probe).sum(-1) * (v.square().mean(-1) + eps).rsqrt() for v in wider]
+        weights = len(wider) * torch.stack(logits).softmax(0)
+        return sum(w[..., None] * v for w, v in zip(weights, wider, strict=True)).to(sources[0].dtype)
 
 
-def depth_attention(sources: Sequence[Tensor], query: Tensor, key_weight: Tensor | None, eps: float) -> Tensor:
-    """`x[..., C] = k * sum_i alpha_i v_i`, `alpha = softmax_i(query . RMSNorm(v_i; key_weight))`, k = len(sources)."""
-    return depth_attention_reference(sources, query, key_weight, eps)
+class _DepthAttention(torch.autograd.Function):
+    """Saves the sources and two numbers per source and token."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key_weight: Tensor | None, eps: float, *sources: Tensor) -> Tensor:
+        probe = _probe(query, key_weight, sources[0])
+        with no_autocast(probe):
+            flat = _tokens(sources)
+            products = probe.new_empty(len(flat), flat[0].shape[0])
+            rstd = torch.empty_like(products)
+            x = torch.empty_like(flat[0], memory_format=torch.contiguous_format)
+            for s in spans(x):
+                for v, product, norm in zip(flat, products, rstd, strict=True):
+                    v = v[s].to(probe.dtype)
+                    torch.mv(v, probe, out=product[s])
+                    torch.linalg.vector_norm(v, dim=-1, out=norm[s])
+            rstd = (rstd.square_() / probe.numel()).add_(eps).rsqrt_()
+            weights = _weights(products * rstd)[..., None]
+            for s in spans(x):
+                total = weights[0, s] * flat[0][s]
+                for v, weight in zip(flat[1:], weights[1:], strict=True):
+                    total.addcmul_(v[s], weight[s])
+                x[s] = total
+            ctx.save_for_backward(query, key_weight, products, rstd, *sources)
+            return x.view(sources[0].shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key_weight, products, rstd, *sources = ctx.saved_tensors
+        need_query, need_key_weight, _, *need_sources = ctx.needs_input_grad
+        probe = _probe(query, key_weight, grad)
+        with no_autocast(probe):
+            flat, g = _tokens(sources), grad.reshape(-1, grad.shape[-1])
+            weights = _weights(products * rstd)
+            grad_weights = torch.empty_like(weights)
+            for s in spans(g):
+                wide_g = g[s].to(probe.dtype)
+                for v, out in zip(flat, grad_weights, strict=True):
+                    torch.sum(wide_g * v[s], -1, out=out[s])
+            mean = (weights * grad_weights).mean(0)
+            grad_logits = weights * (grad_weights - mean)
+            grad_products = grad_logits * rstd
+            # through rstd: d rstd / dv = -rstd^3 v / C
+            shrink = grad_logits * products * rstd.pow(3) / -probe.numel()
+
+            grad_probe = torch.zeros_like(probe)
+            grads: list[Tensor | None] = []
+            for i, v in enumerate(flat):
+                out = torch.empty_like(v, memory_format=torch.contiguous_format) if need_sources[i] else None
+                for s in spans(g):
+                    if need_query or need_key_weight:
+                        grad_probe.addmv_(v[s].to(probe.dtype).t(), grad_products[i, s])
+                    if out is not None:
+                        total = weights[i, s, None] * g[s]
+                        total.addcmul_(shrink[i, s, None], v[s]).addcmul_(grad_products[i, s, None], probe)
+                        out[s] = total
+                grads.append(None if out is None else out.view(grad.shape))
+            return (
+                _times(grad_probe, key_weight, query) if need_query else None,
+                _times(grad_probe, query, key_weight) if need_key_weight else None,
+                None,
+                *grads,
+            )
+
+
+def _probe(query: Tensor, key_weight: Tensor | None, like: Tensor) -> Tensor:
+    """What a source is multiplied with: the query times the norm's weight, wide."""
+    query = query.to(wide(like.dtype))
+    return query if key_weight is None else query * key_weight.to(query.dtype)
+
+
+def _times(grad_probe: Tensor, factor: Tensor | None, like: Tensor) -> Tensor:
+    """The gradient for one factor of the probe, given the other."""
+    return (grad_probe if factor is None else grad_probe * factor.to(grad_probe.dtype)).to(like.dtype)
+
+
+def _weights(logits: Tensor) -> Tensor:
+    """k times the softmax over the first dimension; exactly 1 where all logits are equal."""
+    weights = (logits - logits.amax(0)).exp_()
+    return weights.mul_(len(weights) / weights.sum(0))
+
+
+def _tokens(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`[..., C]` as `[T, C]`."""
+    return [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]

@@ -40,7 +40,9 @@ class _DepthAttentionConfig(SchemeConfig):
     With the query at 0 all sources weigh the same, and the branch's input is their sum: the plain residual stream.
     """
 
-    eps: float = option(1e-6, "Added to the mean square of a source before its root.", "a number above 0", lambda e: e > 0)
+    eps: float = option(
+        1e-6, "Added to the mean square of a source before its root.", "a number above 0", lambda e: e > 0
+    )
 
     def expand(self, hidden_size: int, num_connections: int) -> nn.Module:
         return FirstSource()
@@ -70,7 +72,9 @@ class BlockAttnResConfig(_DepthAttentionConfig):
 
     scheme: ClassVar[str] = "block_attnres"
 
-    num_blocks: int = option(8, "How many blocks the connections are cut into.", "a whole number from 1", lambda n: n >= 1)
+    num_blocks: int = option(
+        8, "How many blocks the connections are cut into.", "a whole number from 1", lambda n: n >= 1
+    )
 
     def connection(self, index: int, hidden_size: int, num_connections: int) -> Connection:
         blocks = min(self.num_blocks, num_connections)

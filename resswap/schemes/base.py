@@ -74,7 +74,7 @@ class SchemeConfig:
         raise NotImplementedError
 
     def connection(self, index: int, hidden_size: int, num_connections: int) -> Connection:
-        """The connection at `index`, initialised without random numbers; its parameters are cast to the dtype of the layer afterwards."""
+        """The connection at `index`, initialised without random numbers; it is cast to its layer's dtype later."""
         raise NotImplementedError
 
     def readout(self, hidden_size: int, num_connections: int) -> nn.Module:
@@ -140,11 +140,11 @@ class MeanReadout(nn.Module):
 
 
 def rotating_weights(num_streams: int, index: int, peak: float) -> Tensor:
-    """Logits, float64 `[n]`, whose sigmoids sum to 1 and are largest at stream `index % n`, where they are near `peak`.
+    """Logits, float64 `[n]`, whose sigmoids sum to 1 and peak near `peak` at stream `index % n`.
 
     With equal weights all streams would get equal gradients and never part; these rotate with depth instead. The sum
-    is 1 to rounding in float32 and float64, and to 1e-4 after a cast to bfloat16: among the bfloat16 numbers near `logit(peak)`
-    the one is taken for which the other logit comes nearest to a bfloat16 number.
+    is 1 to rounding in float32 and float64, and to 1e-4 after a cast to bfloat16: of the bfloat16 numbers near
+    `logit(peak)`, the one is taken for which the other logit comes nearest to a bfloat16 number.
     """
     target = torch.tensor(peak, dtype=torch.float64).logit()
     near = (target + torch.linspace(-0.15, 0.15, 257, dtype=torch.float64)).bfloat16().double()

@@ -18,9 +18,9 @@ from .base import AddBranch, Connection, ExpandStreams, MeanReadout, SchemeConfi
 class HCConfig(SchemeConfig):
     """Options of the scheme `hc`.
 
-    Initialised as in section 2.3 of the paper: connection l reads stream l mod n, every stream gets the branch's output,
-    and the streams are not mixed. The read-out is the mean of the streams where the paper sums them, so that the model
-    computes what it did. The paper's normalisation has a weight, which is part of `fn` here.
+    Initialised as in section 2.3 of the paper: connection l reads stream l mod n, every stream gets the branch's
+    output, and the streams are not mixed. The read-out is the mean of the streams where the paper sums them, so that
+    the model computes what it did. The paper's normalisation has a weight, which is part of `fn` here.
     """
 
     scheme: ClassVar[str] = "hc"
@@ -31,7 +31,9 @@ class HCConfig(SchemeConfig):
     scale_init: float = option(
         0.01, "Initial gate of the part that depends on the token.", "a number above 0", lambda s: s > 0
     )
-    eps: float = option(1e-6, "Added to the mean square of a stream before its root.", "a number above 0", lambda e: e > 0)
+    eps: float = option(
+        1e-6, "Added to the mean square of a stream before its root.", "a number above 0", lambda e: e > 0
+    )
 
     def expand(self, hidden_size: int, num_connections: int) -> nn.Module:
         return ExpandStreams(self.num_streams)
@@ -70,4 +72,3 @@ class HCConnection(Connection):
         """Streams `[batch, seq, n, hidden]`."""
         x, streams, post, comb = hc_read(streams, self.fn, self.scale, self.base, self.tanh, self.eps)
         return x, partial(write_streams, streams, post=post, comb=comb)
-

@@ -53,9 +53,14 @@ class MHCConfig(SchemeConfig):
         lambda p: p <= 0.99,
     )
     scale_init: float = option(
-        0.01, "Initial gate of the part that depends on the token (table 5 of the paper).", "a number above 0", lambda s: s > 0
+        0.01,
+        "Initial gate of the part that depends on the token (table 5 of the paper).",
+        "a number above 0",
+        lambda s: s > 0,
     )
-    eps: float = option(1e-6, "Added to the mean square of the streams before its root.", "a number above 0", lambda e: e > 0)
+    eps: float = option(
+        1e-6, "Added to the mean square of the streams before its root.", "a number above 0", lambda e: e > 0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,10 +99,11 @@ class MHCConnection(Connection):
         comb = torch.eye(n) * math.log(config.comb_diagonal / other)
         self.fn = nn.Parameter(torch.zeros((2 + n) * n, n * hidden_size))
         self.scale = nn.Parameter(torch.full((3,), config.scale_init))
-        self.base = nn.Parameter(torch.cat([rotating_weights(n, index, config.pre_peak), torch.zeros(n), comb.flatten()]))
+        self.base = nn.Parameter(
+            torch.cat([rotating_weights(n, index, config.pre_peak), torch.zeros(n), comb.flatten()])
+        )
 
     def forward(self, streams: Tensor) -> tuple[Tensor, AddBranch]:
         """Streams `[batch, seq, n, hidden]`: the branch reads `pre`; the add mixes by `comb` and writes by `post`."""
         x, streams, post, comb = mhc_read(streams, self.fn, self.scale, self.base, self.sinkhorn_iters, self.eps)
         return x, partial(write_streams, streams, post=post, comb=comb)
-

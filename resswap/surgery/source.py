@@ -10,8 +10,9 @@ import difflib
 import hashlib
 import inspect
 import linecache
+import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -37,7 +38,9 @@ class MethodSource:
         try:
             lines, self.first_line = inspect.getsourcelines(self.function)
         except (OSError, TypeError) as error:
-            raise UnsupportedModelError(f"The source of {self.name} cannot be read, so it cannot be rewritten.") from error
+            raise UnsupportedModelError(
+                f"The source of {self.name} cannot be read, so it cannot be rewritten."
+            ) from error
         self.text = "".join(lines)
         # A method is indented; a block around it makes it valid without moving a column.
         wrapped = ast.parse("if True:\n" + self.text if self.text[:1].isspace() else self.text)
@@ -97,18 +100,22 @@ class Edits:
         self._edits.append((self._end(node), self._end(node), text))
 
     def remove_term(self, term: ast.AST, others: list[ast.expr]) -> None:
-        """Take a term and its plus sign out of a sum of `term` and `others`, but no parenthesis."""
+        """Take a term and one plus sign out of a sum of `term` and `others`, but no parenthesis."""
         start, end = self._start(term), self._end(term)
-        following = [self._start(other) for other in others if self._start(other) > start]
-        if following:
-            gap = self._data[end : min(following)]
-            plus = end + gap.index(b"+") + 1
-            end = plus + len(gap[plus - end :]) - len(gap[plus - end :].lstrip())
+        after = self._data[end : min((self._start(o) for o in others if self._start(o) > start), default=end)]
+        before_start = max((self._end(o) for o in others if self._start(o) < start), default=start)
+        before = _without_comments(self._data[before_start:start])
+        plus = _without_comments(after).find(b"+")
+        if plus >= 0 and b")" not in after[:plus]:
+            rest = after[plus + 1 :]
+            self._edits.append((start, end + plus + 1 + len(rest) - len(rest.lstrip()), ""))
+        elif b"+" in before and b"(" not in before[before.rindex(b"+") :]:
+            kept = before[: before.rindex(b"+")].rstrip()
+            self._edits.append((before_start + len(kept), end, ""))
         else:
-            before = max(self._end(other) for other in others)
-            gap = self._data[before:start]
-            start = before + len(gap[: gap.rindex(b"+")].rstrip())
-        self._edits.append((start, end, ""))
+            raise UnsupportedModelError(
+                f"Parentheses around {self._data[start:end].decode()} stand in the way of the add."
+            )
 
     def insert_before(self, statement: ast.stmt, line: str) -> None:
         """Put a line of its own before `statement`, at its indentation."""
@@ -137,7 +144,12 @@ class Edits:
         return self._line_starts[node.end_lineno - 1] + node.end_col_offset
 
 
-@lru_cache(maxsize=None)
+def _without_comments(text: bytes) -> bytes:
+    """The same text with blanks for comments, so that positions stay."""
+    return re.sub(rb"#[^\n]*", lambda match: b" " * len(match[0]), text)
+
+
+@cache
 def subclass_with_forward(cls: type[nn.Module], text: str, decorator: Callable | None = None) -> type[nn.Module]:
     """A subclass of `cls`, of the same name, whose `forward` is compiled from `text`.
 
@@ -193,7 +205,6 @@ def rewritten_text(cls: type[nn.Module]) -> str | None:
 def _rebuild(cls: type[nn.Module], text: str, decorator: Callable | None) -> nn.Module:
     new = subclass_with_forward(cls, text, decorator)
     return new.__new__(new)
-
 
 
 def source_diff(cls: type[nn.Module]) -> str:

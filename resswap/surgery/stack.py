@@ -140,7 +140,9 @@ def _check_stores(source: MethodSource, loop: Loop) -> None:
         if not isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
             continue
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        stored = {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        stored = {
+            n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
         value = statement.value
         while isinstance(value, ast.Subscript):
             value = value.value

@@ -131,7 +131,9 @@ class Trace:
         if isinstance(value, Stream):
             self._use(value, Use("pass", node.value, self._path, self._tick()))
         elif not isinstance(value, Packed):
-            raise UnsupportedModelError(f"What the layer returns is not the residual stream in {self.source.at(node)}.")
+            raise UnsupportedModelError(
+                f"What the layer returns is not the residual stream in {self.source.at(node)}."
+            )
         self._returned = True
 
     def _if(self, node: ast.If) -> bool:

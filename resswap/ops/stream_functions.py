@@ -1,0 +1,258 @@
+"""Reading and writing residual streams with hand-written gradients; see `streams` for the formulas.
+
+Saved for the backward are tensors that are alive anyway (streams, y) and a few numbers per token; everything else is
+recomputed. Sums run in float32 over a bounded number of tokens at a time, so no wide copy of all streams exists and,
+on a CPU, a span stays in the cache. Inside, shapes are `[T, n, C]`, T the number of tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .precision import no_autocast, wide
+from .spans import spans
+
+Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+# Set on a gradient that `Write` has just made, so that a read's backward may add to it in place.
+_FRESH = "_resswap_fresh"
+
+
+class Write(torch.autograd.Function):
+    """`X' = M^T R`, where the rows R are the n streams and y, and the rows of M `[n + 1, n]` are comb and post."""
+
+    @staticmethod
+    def forward(ctx: Any, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        ctx.save_for_backward(streams, y, post, comb)
+        with no_autocast(streams):
+            x, y, matrix = _tokens(streams), y.reshape(-1, 1, y.shape[-1]), _matrix(post, comb)
+            out = torch.empty_like(x)
+            for s in spans(x):
+                rows = _rows(x[s], y[s])
+                total = out[s] if out.dtype == rows.dtype else torch.empty_like(rows[:, 1:])
+                _add_product(total, matrix[s].mT, rows, beta=0)
+                if total.dtype != out.dtype:
+                    out[s] = total
+            return out.view(streams.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        streams, y, post, comb = ctx.saved_tensors
+        need_streams, need_y, need_post, need_comb = ctx.needs_input_grad
+        with no_autocast(streams):
+            x, g, matrix = _tokens(streams), _tokens(grad), _matrix(post, comb)
+            n, flat_y = x.shape[1], y.reshape(-1, 1, y.shape[-1])
+            grad_matrix = torch.empty_like(matrix)
+            grad_x = torch.empty_like(x)
+            grad_y = torch.empty_like(flat_y, memory_format=torch.contiguous_format)
+            for s in spans(x):
+                wide_g = g[s].to(matrix.dtype)
+                rows = _rows(x[s], flat_y[s])
+                if need_post or need_comb:
+                    torch.bmm(rows, wide_g.mT, out=grad_matrix[s])
+                if need_streams or need_y:
+                    _add_product(rows, matrix[s], wide_g, beta=0)
+                    grad_x[s], grad_y[s] = rows[:, :n], rows[:, n:]
+            grad_streams = grad_x.view(streams.shape)
+            setattr(grad_streams, _FRESH, True)
+            return (
+                grad_streams if need_streams else None,
+                grad_y.view(y.shape) if need_y else None,
+                grad_matrix[:, n].view(post.shape) if need_post else None,
+                grad_matrix[:, :n].view(comb.shape) if need_comb else None,
+            )
+
+
+class Read(torch.autograd.Function):
+    """`x = sum_j pre_j X_j`, and the streams handed on."""
+
+    @staticmethod
+    def forward(ctx: Any, streams: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(streams, pre)
+        ctx.set_materialize_grads(False)
+        with no_autocast(streams):
+            x = _read(_tokens(streams), pre.reshape(-1, pre.shape[-1]))
+            return x.view(*streams.shape[:-2], streams.shape[-1]), streams
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_x: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        streams, pre = ctx.saved_tensors
+        if grad_x is None:
+            return grad, None
+        with no_autocast(streams):
+            x, grad_x = _tokens(streams), grad_x.reshape(-1, 1, grad_x.shape[-1])
+            grad_pre = _dot(x, grad_x).view(pre.shape) if ctx.needs_input_grad[1] else None
+            if ctx.needs_input_grad[0]:
+                grad = _accumulator(grad, streams)
+                weights = pre.reshape(-1, pre.shape[-1], 1)
+                for s, total in _totals(grad.view(x.shape)):
+                    _add_product(total, weights[s], grad_x[s].to(total.dtype))
+            return grad, grad_pre
+
+
+class DynamicRead(torch.autograd.Function):
+    """Coefficients from the streams, x from both, and the streams handed on.
+
+    A row is what fn projects: all streams of a token `[n C]` (mHC) or one of them `[C]` (Hyper-Connections). `head`
+    makes the coefficients, tokens last, from the projections of the normalised rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, head: Head, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.coefficients = partial(_coefficients, head=head, eps=eps)
+        with no_autocast(streams):
+            x, weight = _tokens(streams), fn.to(wide(streams.dtype))
+            outputs, width = weight.shape
+            projected = weight.new_empty(x.shape[0], x.shape[1] * x.shape[2] // width, outputs)
+            square = weight.new_empty(projected.shape[:2])
+            for s in spans(x):
+                rows = x[s].to(weight.dtype).view(-1, width)
+                torch.mm(rows, weight.t(), out=projected[s].view(-1, outputs))
+                torch.linalg.vector_norm(rows, dim=-1, out=square[s].view(-1))
+            square.square_().div_(width)
+            ctx.save_for_backward(streams, fn, projected, square, scale, base)
+            pre, post, comb = ctx.coefficients(projected, square, scale, base)
+            shape = streams.shape[:-1]
+            branch_input = _read(x, pre).view(*shape[:-1], x.shape[-1])
+            return branch_input, streams, post.view(shape), comb.view(*shape, shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_x: Tensor | None, grad: Tensor | None, grad_post: Tensor | None, grad_comb: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        streams, fn, *small = ctx.saved_tensors
+        need_streams, need_fn, need_scale, need_base = ctx.needs_input_grad[:4]
+        with no_autocast(streams):
+            x, weight = _tokens(streams), fn.to(wide(streams.dtype))
+            outputs, width = weight.shape
+            grad_x = None if grad_x is None else grad_x.reshape(-1, 1, x.shape[-1])
+
+            # The small part, from the projections on, is left to autograd.
+            needs = (need_streams or need_fn, need_streams, need_scale, need_base)
+            small = [t.detach().requires_grad_(need) for t, need in zip(small, needs, strict=True)]
+            with torch.enable_grad():
+                pre, post, comb = ctx.coefficients(*small)
+            grad_pre = None if grad_x is None else _dot(x, grad_x)
+            grad_projected, grad_square, grad_scale, grad_base = _small_gradients(
+                (pre, post, comb), small, (grad_pre, grad_post, grad_comb)
+            )
+
+            if need_streams:
+                grad = _accumulator(grad, streams)
+                weights = pre.detach()[:, :, None]
+                for s, total in _totals(grad.view(x.shape)):
+                    if grad_x is not None:
+                        _add_product(total, weights[s], grad_x[s].to(total.dtype))
+                    if grad_projected is not None and grad_square is not None:
+                        total.addcmul_(x[s], grad_square[s, :, None], value=2 / width)
+                        total.view(-1, width).addmm_(grad_projected[s].reshape(-1, outputs), weight)
+            grad_fn = None
+            if need_fn and grad_projected is not None:
+                grad_fn = torch.zeros_like(weight)
+                for s in spans(x):
+                    grad_fn.addmm_(grad_projected[s].reshape(-1, outputs).t(), x[s].to(weight.dtype).view(-1, width))
+                grad_fn = grad_fn.to(fn.dtype)
+            return grad, grad_fn, grad_scale, grad_base, None, None
+
+
+def _coefficients(
+    projected: Tensor, square: Tensor, scale: Tensor, base: Tensor, head: Head, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(pre, post `[T, n]`, comb `[T, n, n]`) from the projected rows `[T, R, P]` and their mean squares `[T, R]`."""
+    mixes = projected.permute(2, 1, 0).contiguous() * (square.t() + eps).rsqrt()
+    pre, post, comb = head(mixes, scale, base)
+    return pre.t(), post.t(), comb.permute(2, 0, 1)
+
+
+def _small_gradients(
+    outputs: tuple[Tensor, ...], inputs: list[Tensor], grads: tuple[Tensor | None, ...]
+) -> list[Tensor | None]:
+    """The gradients for inputs, None for those that need none; a grad of None stands for zeros."""
+    used = [(out, grad.reshape(out.shape)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if not used or not wanted:
+        return [None] * len(inputs)
+    outputs, grads = zip(*used, strict=True)
+    found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in inputs]
+
+
+def _tokens(tensor: Tensor) -> Tensor:
+    """`[..., n, C]` as contiguous `[T, n, C]`."""
+    return tensor.reshape(-1, *tensor.shape[-2:]).contiguous()
+
+
+def _matrix(post: Tensor, comb: Tensor) -> Tensor:
+    """comb over post: `[T, n + 1, n]`."""
+    return torch.cat([comb, post[..., None, :]], -2).view(-1, comb.shape[-1] + 1, comb.shape[-1])
+
+
+def _rows(x: Tensor, y: Tensor) -> Tensor:
+    """x `[t, n, C]` over y `[t, 1, C]`: wide `[t, n + 1, C]`."""
+    rows = torch.empty(x.shape[0], x.shape[1] + 1, x.shape[2], dtype=wide(x.dtype), device=x.device)
+    rows[:, :-1], rows[:, -1:] = x, y
+    return rows
+
+
+def _totals(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Spans of a tensor, wide, to be changed in place; then they are put back."""
+    for s in spans(tensor):
+        total = tensor[s].to(wide(tensor.dtype))
+        yield s, total
+        if total.dtype != tensor.dtype:
+            tensor[s] = total
+
+
+def _add_product(out: Tensor, weights: Tensor, rows: Tensor, beta: int = 1) -> Tensor:
+    """`out = beta * out + weights @ rows`, `[t, p, C]` from `[t, p, q]` and `[t, q, C]`, never in TF32 or bfloat16.
+
+    Rounded weights would no longer sum to 1, and equal streams would drift: so a matrix product is used only where
+    nothing can have lowered its precision.
+    """
+    if out.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest":
+        return out.baddbmm_(weights, rows, beta=beta)
+    for q in range(rows.shape[1]):
+        weight, row = weights[:, :, q, None], rows[:, q, None]
+        if q == 0 and beta == 0:
+            torch.mul(weight, row, out=out)
+        else:
+            out.addcmul_(weight, row)
+    return out
+
+
+def _read(x: Tensor, pre: Tensor) -> Tensor:
+    """`[T, C]` from x `[T, n, C]` and pre `[T, n]`."""
+    out = torch.empty_like(x[:, 0], memory_format=torch.contiguous_format)
+    for s in spans(x):
+        total = pre[s, :1] * x[s, 0]
+        for j in range(1, x.shape[1]):
+            total.addcmul_(pre[s, j, None], x[s, j])
+        out[s] = total
+    return out
+
+
+def _dot(x: Tensor, grad_x: Tensor) -> Tensor:
+    """`[T, n]` from x `[T, n, C]` and grad_x `[T, 1, C]`, wide."""
+    out = torch.empty(x.shape[:2], dtype=wide(x.dtype), device=x.device)
+    for s in spans(x):
+        torch.sum(x[s] * grad_x[s].to(out.dtype), -1, out=out[s])
+    return out
+
+
+def _accumulator(grad: Tensor | None, streams: Tensor) -> Tensor:
+    """A contiguous tensor to add the streams' gradient to: the incoming one if nobody else can see it, or a copy."""
+    if grad is None:
+        return torch.zeros_like(streams, memory_format=torch.contiguous_format)
+    if grad.is_contiguous() and getattr(grad, _FRESH, False) and grad._use_count() == 1:  # type: ignore[attr-defined]
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)

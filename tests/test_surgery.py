@@ -1,0 +1,357 @@
+"""Reading and rewriting the forward of a layer, on small layers that show one shape each."""
+
+import functools
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from resswap.errors import UnsupportedModelError
+from resswap.surgery import original_class, rewrite_layer, source_diff, subclass_with_forward
+
+
+class Base(nn.Module):
+    flag = False
+    scale = 0.5
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.self_attn = nn.Linear(8, 8)
+        self.mlp = nn.Linear(8, 8)
+
+
+class Plain(Base):
+    def forward(self, hidden_states, other=None):
+        residual = hidden_states  # the read
+        hidden_states = self.norm(hidden_states)
+        hidden_states = self.self_attn(hidden_states)
+        hidden_states = residual + hidden_states  # the add
+
+        # Fully connected: ü
+        residual = hidden_states
+        hidden_states = self.mlp(self.norm(hidden_states))
+        hidden_states = hidden_states + residual
+        return hidden_states
+
+
+class ScaledBranches(Base):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.self_attn(self.norm(hidden_states))
+        hidden_states = residual + hidden_states * self.scale
+        residual = hidden_states
+        hidden_states = self.mlp(self.norm(hidden_states))
+        hidden_states = (
+            residual
+            # half of it
+            + (hidden_states * self.scale)
+        )
+        return hidden_states, None
+
+
+class NoAlias(Base):
+    def forward(self, x):
+        x = x + self.self_attn(self.norm(x))
+        attended = self.mlp(self.norm(x))
+        return attended + x
+
+
+class AliasUsedElsewhere(Base):
+    def forward(self, hidden_states):
+        batch = hidden_states.shape[0]
+        residual = hidden_states
+        hidden_states = self.self_attn(self.norm(hidden_states)) + 0 * self.mlp(residual)
+        hidden_states = residual + hidden_states.view(batch, -1, 8)
+        return (hidden_states, batch)
+
+
+class Augmented(Base):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        y = self.self_attn(self.norm(hidden_states))
+        y += residual
+        hidden_states = y
+        y = self.mlp(self.norm(hidden_states))
+        hidden_states += y
+        return hidden_states
+
+
+class ThreeTerms(Base):
+    def forward(self, hidden_states):
+        attn_output = self.self_attn(self.norm(hidden_states))
+        mlp_output = self.mlp(self.norm(hidden_states))
+        return (attn_output + hidden_states) + mlp_output
+
+
+class Flags(Base):
+    def forward(self, hidden_states):
+        if self.flag:
+            residual = hidden_states
+            hidden_states = residual + self.missing(hidden_states)
+        elif not self.flag and self.scale > 0.1:
+            residual = hidden_states
+            hidden_states = residual + self.self_attn(hidden_states)
+        residual = hidden_states
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = residual + (hidden_states if self.flag else 2 * hidden_states)
+        outputs = (hidden_states,)
+        if self.flag:
+            outputs += (residual,)
+        return outputs
+
+
+class CallArguments(Base):
+    def forward(self, hidden_states, other=None):
+        residual = hidden_states
+        hidden_states = residual + self.self_attn(hidden_states)
+        if other is not None:
+            if not hasattr(self, "mlp"):
+                raise ValueError("no mlp")
+            residual = hidden_states
+            hidden_states = self.norm(hidden_states)
+            hidden_states = residual + self.mlp(hidden_states) * other
+        residual = hidden_states
+        hidden_states = self.norm(hidden_states)
+        if other is None:
+            hidden_states = self.mlp(hidden_states)
+        else:
+            hidden_states = self.self_attn(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+
+class AddInBothWays(Base):
+    def forward(self, hidden_states, other=None):
+        residual = hidden_states
+        hidden_states = self.norm(hidden_states)
+        if other is None:
+            hidden_states = residual + self.mlp(hidden_states)
+        else:
+            hidden_states = residual + self.self_attn(hidden_states)
+        return hidden_states
+
+
+class MaybeNothing(Base):
+    def forward(self, hidden_states, other=None):
+        residual = hidden_states
+        if other is not None:
+            hidden_states = residual + self.mlp(self.norm(hidden_states))
+        return hidden_states
+
+
+class Parent(Base):
+    def forward(self, hidden_states):
+        return self.norm(hidden_states)
+
+
+class CallsSuper(Parent):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = super().forward(hidden_states)
+        hidden_states = residual + self.__twice(hidden_states)
+        return hidden_states
+
+    def __twice(self, value):
+        return 2 * value
+
+
+def tripled(function):
+    @functools.wraps(function)
+    def wrapper(self, hidden_states):
+        return 3 * function(self, hidden_states)
+
+    return wrapper
+
+
+class Decorated(Base):
+    @tripled
+    def forward(self, hidden_states):
+        with torch.no_grad():
+            residual = hidden_states
+            hidden_states = residual + self.mlp(hidden_states)
+        return hidden_states
+
+
+class Inherits(Plain):
+    pass
+
+
+class PlainAdd(nn.Module):
+    """A connection that is the residual add itself, and counts its adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.adds = 0
+
+    def forward(self, streams):
+        def add(y):
+            self.adds += 1
+            return streams + y
+
+        return streams, add
+
+
+def operated(layer, argument=0):
+    rewrite = rewrite_layer(layer, argument)
+    for site in rewrite.sites:
+        layer.add_module(site, PlainAdd())
+    layer.__class__ = subclass_with_forward(type(layer), rewrite.text)
+    return rewrite
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "sites"),
+    [
+        (Plain, ["attn_connection", "mlp_connection"]),
+        (Inherits, ["attn_connection", "mlp_connection"]),
+        (ScaledBranches, ["attn_connection", "mlp_connection"]),
+        (NoAlias, ["attn_connection", "mlp_connection"]),
+        (AliasUsedElsewhere, ["attn_connection"]),
+        (Augmented, ["attn_connection", "mlp_connection"]),
+        (ThreeTerms, ["attn_connection"]),
+        (Flags, ["attn_connection", "mlp_connection"]),
+        (CallArguments, ["attn_connection", "mlp_connection", "mlp_connection_1"]),
+        (AddInBothWays, ["mlp_connection"]),
+        (MaybeNothing, ["mlp_connection"]),
+        (CallsSuper, ["connection"]),
+        (Decorated, ["mlp_connection"]),
+    ],
+)
+@pytest.mark.parametrize("other", [None, 0.7])
+def test_each_add_is_a_connection_and_the_function_stays(layer_class, sites, other):
+    layer, x = layer_class(), torch.randn(2, 3, 8)
+    arguments = (x.clone(), other) if "other" in layer_class.forward.__code__.co_varnames else (x.clone(),)
+    expected = layer(*arguments)
+    rewrite = operated(layer)
+    assert list(rewrite.sites) == sites
+    actual = layer(x.clone(), *arguments[1:])
+    actual, expected = (value[0] if isinstance(value, tuple) else value for value in (actual, expected))
+    torch.testing.assert_close(actual, expected)
+    executed = {site: getattr(layer, site).adds for site in sites}
+    optional = {CallArguments: "mlp_connection", MaybeNothing: "mlp_connection"}.get(layer_class)
+    for site, adds in executed.items():
+        assert adds == (0 if site == optional and other is None else 1)
+
+
+def test_the_rewritten_text_keeps_comments_and_layout():
+    layer = Plain()
+    operated(layer)
+    assert source_diff(type(layer)).splitlines()[3:] == [
+        "     def forward(self, hidden_states, other=None):",
+        "-        residual = hidden_states  # the read",
+        "+        hidden_states, residual = self.attn_connection(hidden_states)  # the read",
+        "         hidden_states = self.norm(hidden_states)",
+        "         hidden_states = self.self_attn(hidden_states)",
+        "-        hidden_states = residual + hidden_states  # the add",
+        "+        hidden_states = residual(hidden_states)  # the add",
+        " ",
+        "         # Fully connected: ü",
+        "-        residual = hidden_states",
+        "+        hidden_states, residual = self.mlp_connection(hidden_states)",
+        "         hidden_states = self.mlp(self.norm(hidden_states))",
+        "-        hidden_states = hidden_states + residual",
+        "+        hidden_states = residual(hidden_states)",
+        "         return hidden_states",
+    ]
+
+
+def test_the_new_class_is_a_subclass_of_the_same_name_and_shared():
+    first, second = Plain(), Plain()
+    operated(first), operated(second)
+    new = type(first)
+    assert new is type(second) and issubclass(new, Plain) and original_class(new) is Plain
+    assert (new.__name__, new.__qualname__, new.__module__) == ("Plain", "Plain", Plain.__module__)
+    assert Plain().forward.__func__ is Plain.forward
+
+
+def test_tracebacks_show_the_rewritten_line():
+    layer = Plain()
+    operated(layer)
+    with pytest.raises(RuntimeError) as caught:
+        layer(torch.randn(2, 3, 7))
+    assert "self.norm(hidden_states)" in "".join(traceback.format_tb(caught.tb))
+
+
+class NormedStream(Base):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.norm(residual + self.mlp(hidden_states))
+        return hidden_states
+
+
+class ReturnsSomethingElse(Base):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = residual + self.mlp(hidden_states)
+        hidden_states = self.norm(hidden_states)
+        return hidden_states
+
+
+class OneOfTwo(Base):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = residual + self.mlp(hidden_states)
+        hidden_states = torch.add(hidden_states, self.self_attn(hidden_states))
+        return hidden_states
+
+
+class NoAdd(Base):
+    def forward(self, hidden_states):
+        return hidden_states
+
+
+class AddInALoop(Base):
+    def forward(self, hidden_states):
+        for _ in range(2):
+            hidden_states = hidden_states + self.mlp(hidden_states)
+        return hidden_states
+
+
+class Sometimes(Base):
+    def forward(self, hidden_states, other=None):
+        residual = hidden_states
+        if other is None:
+            residual = self.norm(hidden_states)
+        hidden_states = residual + self.mlp(hidden_states)
+        return hidden_states
+
+
+class StoredAway(Base):
+    def forward(self, hidden_states):
+        self.last = hidden_states
+        hidden_states = hidden_states + self.mlp(hidden_states)
+        return hidden_states
+
+
+class Returnless(Base):
+    def forward(self, hidden_states):
+        hidden_states = hidden_states + self.mlp(hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "line"),
+    [
+        (NormedStream, "residual + self.mlp(hidden_states)"),
+        (ReturnsSomethingElse, "return hidden_states"),
+        (OneOfTwo, "return hidden_states"),
+        (NoAdd, ""),
+        (AddInALoop, "hidden_states"),
+        (Sometimes, "residual"),
+        (StoredAway, "self.last = hidden_states"),
+        (Returnless, ""),
+    ],
+)
+def test_what_cannot_be_followed_is_an_error_with_class_line_and_source(layer_class, line):
+    with pytest.raises(UnsupportedModelError) as caught:
+        rewrite_layer(layer_class(), 0)
+    message = str(caught.value)
+    assert f"{layer_class.__name__}.forward" in message
+    if line:
+        assert f'"{line}"' in message and "test_surgery.py, line" in message
+
+
+def test_an_argument_that_is_not_there():
+    with pytest.raises(UnsupportedModelError, match="no parameter 'states'"):
+        rewrite_layer(Plain(), "states")
