@@ -6,7 +6,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from resswap.errors import UnsupportedModelError
-from resswap.surgery import rewritten_text
+from resswap.surgery import rewritten_methods
 
 
 def check_convertible(model: object) -> None:
@@ -28,7 +28,7 @@ def check_convertible(model: object) -> None:
         raise UnsupportedModelError(f"{name} is not a decoder: transformers has no causal language model of its type.")
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
-        if rewritten_text(type(module)):
+        if rewritten_methods(type(module)):
             raise UnsupportedModelError(f"{name} is already converted at {where}: call resswap.revert(model) first.")
         if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
             raise UnsupportedModelError(f"{where} is compiled: convert first, then compile.")
