@@ -1,5 +1,6 @@
 """Convert a model's residual connections, and revert them: all or nothing."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,6 +152,9 @@ def _plan(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype
             surgery.EXPAND: _placed(config.expand(), layers[0], param_dtype),
             surgery.READOUT: _placed(config.readout(hidden_size), layers[-1], param_dtype),
         }
+        if stack.maps:
+            new_map = config.stream_map(hidden_size, is_norm=stack.maps == "norm")
+            ends[surgery.MAP] = _placed(new_map, layers[0], param_dtype)
     taken = [name for name in ends if hasattr(stack.owner, name)]
     if taken:
         raise UnsupportedModelError(f"{type(stack.owner).__name__} already has an attribute {taken[0]!r}.")

@@ -24,8 +24,9 @@ def check_convertible(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"{name} is not a transformers PreTrainedModel.")
     types = {model.config.model_type, model.config.get_text_config(decoder=True).model_type}
-    if types <= set(CONFIG_MAPPING_NAMES) and not types & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        raise UnsupportedModelError(f"{name} is not a decoder: transformers has no causal language model of its type.")
+    known = types <= set(CONFIG_MAPPING_NAMES)
+    if known and not types & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) and not model.can_generate():
+        raise UnsupportedModelError(f"{name} is not a decoder: it cannot generate, and transformers has no causal language model of its type.")
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         if rewritten_methods(type(module)):

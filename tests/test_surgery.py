@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from resswap.errors import UnsupportedModelError
+from resswap.schemes.base import Add, StreamMap
 from resswap.surgery import original_class, rewrite_layer, rewritten_class, source_diff
 
 
@@ -186,17 +187,17 @@ class PlainAdd(nn.Module):
         self.adds = 0
 
     def forward(self, streams):
-        def add(y):
-            self.adds += 1
-            return streams + y
+        return streams.mean(-2), Add(streams, self.write)
 
-        return streams, add
+    def write(self, streams, y):
+        self.adds += 1
+        return streams + y.unsqueeze(-2)
 
 
 def operated(layer, argument=0):
     rewrite = rewrite_layer(layer, argument)
     for site in rewrite.sites:
-        site.module.add_module(site.name, PlainAdd() if site.kind == "connection" else PlainMap())
+        site.module.add_module(site.name, PlainAdd() if site.kind == "connection" else StreamMap())
     for module, methods in rewrite.methods.items():
         module.__class__ = rewritten_class(type(module), tuple(methods.items()))
     return rewrite
@@ -227,9 +228,9 @@ def test_each_add_is_a_connection_and_the_function_stays(layer_class, sites, oth
     expected = layer(*arguments)
     rewrite = operated(layer)
     assert [site.name for site in rewrite.sites] == sites
-    actual = layer(x.clone(), *arguments[1:])
-    actual, expected = (value[0] if isinstance(value, tuple) else value for value in (actual, expected))
-    torch.testing.assert_close(actual, expected)
+    actual = layer(torch.stack([x, x], dim=-2), *arguments[1:])  # two streams
+    actual, expected = (value[0] if isinstance(value, (tuple, list)) else value for value in (actual, expected))
+    torch.testing.assert_close(actual, torch.stack([expected, expected], dim=-2))
     executed = {site: getattr(layer, site).adds for site in sites}
     optional = {CallArguments: "mlp_connection", MaybeNothing: "mlp_connection"}.get(layer_class)
     for site, adds in executed.items():
@@ -271,7 +272,7 @@ def test_tracebacks_show_the_rewritten_line():
     layer = Plain()
     operated(layer)
     with pytest.raises(RuntimeError) as caught:
-        layer(torch.randn(2, 3, 7))
+        layer(torch.randn(2, 3, 2, 7))
     assert "self.norm(hidden_states)" in "".join(traceback.format_tb(caught.tb))
 
 

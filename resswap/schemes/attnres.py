@@ -10,7 +10,7 @@ from torch.utils import _pytree
 
 from resswap.ops import depth_attention
 
-from .base import Add, Connection, Place, ResidualModule, SchemeConfig, option, register_scheme
+from .base import Add, Connection, Place, ResidualModule, SchemeConfig, combined, option, register_scheme
 
 
 class Sources:
@@ -21,7 +21,7 @@ class Sources:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Sources":
         """The function applied to each source."""
-        return Sources(tuple(function(value) for value in self.values))
+        return combined([function(value) for value in self.values], lambda values: Sources(tuple(values)))
 
     def to(self, *args: Any, **kwargs: Any) -> "Sources":
         """Each source moved or cast, as Accelerate's hooks ask of an argument."""
@@ -145,7 +145,9 @@ class DepthNormMap(DepthReadout):
 
     def forward(self, sources: Sources, function: Callable[[Tensor], Tensor] | None = None) -> Sources | Tensor:
         hidden_states = super().forward(sources)
-        return hidden_states if function is None else Sources((function(hidden_states),))
+        if function is None:
+            return hidden_states
+        return combined([function(hidden_states)], lambda values: Sources(tuple(values)))
 
 
 class SourceMap(ResidualModule):

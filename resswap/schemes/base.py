@@ -53,7 +53,14 @@ def map_streams(function: Callable[[Tensor], Tensor], streams: Any) -> Any:
     """Apply a function of hidden states `[batch, seq, hidden]` to each stream; other states have a `map` of their own."""
     if not isinstance(streams, Tensor):
         return streams.map(function)
-    return torch.stack([function(stream) for stream in streams.unbind(-2)], dim=-2)
+    return combined([function(stream) for stream in streams.unbind(-2)], lambda parts: torch.stack(parts, dim=-2))
+
+
+def combined(results: list[Any], combine: Callable[[list[Tensor]], Any]) -> Any:
+    """Combine what a function gave for each stream. Of tuples the first elements are; the others are all equal."""
+    if isinstance(results[0], tuple):
+        return combine([result[0] for result in results]), *results[0][1:]
+    return combine(results)
 
 
 class Connection(ResidualModule):

@@ -3,10 +3,11 @@
 from .layer import checks_checkpointing, rewrite_layer
 from .rewriter import Rewrite, Site
 from .source import MethodSource, original_class, rewritten_class, rewritten_methods, source_diff
-from .stack import EXPAND, READOUT, Stack, collapses_hidden_states, find_stack
+from .stack import EXPAND, MAP, READOUT, Stack, collapses_hidden_states, find_stack
 
 __all__ = [
     "EXPAND",
+    "MAP",
     "READOUT",
     "MethodSource",
     "Rewrite",

@@ -85,6 +85,7 @@ class Rewriter:
         self.edits = Edits(trace.source.text)
         self.lent = trace.streams[0] if lent else None
         self.collapse = ""
+        self.fresh: set[str] = set()
 
     def run(self) -> str:
         """Plan the sites and the methods of what is called; returns the new text."""
@@ -107,16 +108,11 @@ class Rewriter:
     def _carried(self, stream: Stream) -> Use | None:
         """The map through which an open branch's add goes on, as in `residual * alpha + y`."""
         maps = stream.of_kind("map")
-        is_open = stream is self.lent or stream.of_kind("read") or (stream.origin and stream.origin.kind == "map")
-        if not is_open or len(maps) != 1 or stream.of_kind("add", "lend"):
+        if len(maps) != 1 or stream.of_kind("add", "lend") or not _reaches_add(maps[0]):
             return None
-        result = maps[0].result
-        if result.norm or result.of_kind("read") or not (result.of_kind("add", "lend") or self._carried(result)):
-            return None
-        root = stream
-        while root.origin is not None and root.origin.kind == "map":
-            root = root.origin.stream
-        return maps[0] if root is self.lent or root.of_kind("read") else None
+        origin = stream.origin
+        from_open = origin is not None and origin.kind == "map" and self._carried(origin.stream) is origin
+        return maps[0] if stream is self.lent or stream.of_kind("read") or from_open else None
 
     def _chain(self, stream: Stream) -> Iterator[Stream]:
         """A stream and those that it is carried on to."""
@@ -146,7 +142,9 @@ class Rewriter:
             branch, add_name = alias.value.id, alias.targets[0].id
             self.edits.replace(alias, f"{branch}, {add_name} = self.{site}({branch})")
             return ""
-        branch, add_name = (self._fresh(site.replace("connection", word)) for word in ("input", "add"))
+        prefix = site.partition("connection")[0] or "branch_"
+        branch, add_name = (self._fresh(prefix + word) for word in ("input", "add"))
+        self.fresh |= {branch, add_name}
         self.edits.insert_before(_statement(path), f"{branch}, {add_name} = self.{site}({_holder(stream)})")
         for read in stream.of_kind("read"):
             self.edits.replace(read.node, branch)
@@ -273,9 +271,17 @@ class Rewriter:
     def _fresh(self, name: str) -> str:
         taken = {node.id for node in ast.walk(self.trace.source.node) if isinstance(node, ast.Name)}
         taken |= {node.arg for node in ast.walk(self.trace.source.node) if isinstance(node, ast.arg)}
-        while name in taken:
+        while name in taken | self.fresh:
             name += "_"
         return name
+
+
+def _reaches_add(use: Use) -> bool:
+    """Whether what a map gives is only added to, after further maps or not. A norm cannot be carried."""
+    result = use.result
+    if result.norm or result.of_kind("read", "enter", "pass"):
+        return False
+    return bool(result.of_kind("add", "lend")) or any(_reaches_add(further) for further in result.of_kind("map"))
 
 
 def _statement(path: Path) -> ast.stmt:

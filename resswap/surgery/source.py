@@ -67,6 +67,10 @@ class MethodSource:
         segment = " ".join((ast.get_source_segment(self.text, node) or "").split())
         return f'{self.name} ({path}, line {self.first_line + node.lineno - 1}): "{segment}"'
 
+    def segment(self, node: ast.AST) -> str:
+        """The text of `node`."""
+        return ast.get_source_segment(self.text, node)
+
     def parameter(self, argument: int | str) -> str:
         """The name of the parameter that a caller reaches by position (not counting `self`) or keyword."""
         arguments = self.node.args
@@ -136,6 +140,14 @@ class Edits:
         """Put a line of its own after `statement`, at its indentation."""
         start = self._line_starts[statement.end_lineno]
         self._edits.append((start, start, f"{' ' * statement.col_offset}{line}\n"))
+
+    def map_statement(self, statement: ast.Assign, variable: str, apply: str) -> None:
+        """`h = f(h, a)` becomes `h = apply(h, lambda stream: f(stream, a))`, with `variable` for h."""
+        names = [n for n in ast.walk(statement.value) if isinstance(n, ast.Name) and n.id == variable]
+        for name in names:
+            self.replace(name, "stream")
+        _, value, _ = self.around(statement.value, statement.value)
+        self.replace(statement.value, f"{apply}({variable}, lambda stream: {value})")
 
     def around(self, node: ast.AST, operand: ast.AST) -> tuple[str, str, str]:
         """What stands in `node` before, in and after `operand`, edited; these edits are then done with."""

@@ -155,6 +155,14 @@ class Trace:
         """Whether an add lies in the method or in what it calls."""
         return any(use.kind in ("add", "lend") or use.unit for stream in self.streams for use in stream.uses)
 
+    def is_lent(self) -> bool:
+        """Whether the method does nothing with its stream but add to it."""
+        stream = self.streams[0]
+        while (maps := stream.of_kind("map")) and not maps[0].result.norm:
+            stream = maps[0].result
+        kinds = {use.kind for use in stream.uses} - {"alias"}
+        return bool(kinds) and kinds <= {"add", "lend"} and not self.streams[0].of_kind("read", "enter", "pass")
+
     def flows_on(self, stream: Stream, opening: Path = (), kinds: tuple[str, ...] = ("pass", "enter", "map")) -> bool:
         """Whether the stream itself is needed after `opening`: for a use of `kinds`, or joined with another and used."""
         if stream.of_kind(*kinds):
@@ -387,10 +395,10 @@ class Trace:
         arguments += [(keyword.arg, keyword.value) for keyword in node.keywords]
         values = [self._value(argument) for _, argument in arguments]
         result = self._called_with_stream(node, arguments, values)
-        self._record_call(function)
         if result is None:
             for (_, argument), value in zip(arguments, values, strict=True):
                 self._read(argument, value, candidate=self._norm_candidate(node, argument))
+        self._record_call(function)
         return result
 
     def _called_with_stream(
@@ -413,8 +421,8 @@ class Trace:
         others = [(a, v) for (_, a), v in zip(arguments, values, strict=True) if a is not argument]
         for other, value in others:
             self._read(other, value)
-        entered = bool(unit.streams[0].of_kind("read", "enter")) or not unit.streams[0].of_kind("add", "lend", "map")
-        result = self._take(stream, "enter" if entered else "lend", argument, node, unit=unit, call=node)
+        kind = "lend" if unit.is_lent() else "enter"
+        result = self._take(stream, kind, argument, node, unit=unit, call=node)
         return Packed(result) if unit.packed else result
 
     def _unit(self, node: ast.Call, key: int | str | None) -> "Trace | None":
