@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from resswap import surgery
 from resswap.auto import register_auto_classes
 from resswap.configuration import describe, described_scheme, family_config_class, residual_config_class
-from resswap.errors import ResswapError, UnsupportedModelError
+from resswap.errors import UnsupportedModelError
 from resswap.preconditions import check_convertible, drop_dequantized_flag
 from resswap.schemes import Connection, Place, ResidualModule, SchemeConfig, scheme_config
 

@@ -141,7 +141,7 @@ class DepthReadout(ResidualModule):
 
 
 class DepthNormMap(DepthReadout):
-    """A norm on the residual path: it applies to a depth attention over the sources, and the result is the first source."""
+    """A norm on the residual path: it applies to a depth attention, and the result is the new first source."""
 
     def forward(self, sources: Sources, function: Callable[[Tensor], Tensor] | None = None) -> Sources | Tensor:
         hidden_states = super().forward(sources)

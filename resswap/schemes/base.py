@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from resswap.errors import OptionError
 
+
 class ResidualModule(nn.Module):
     """Base of every module that conversion adds to a model."""
 
@@ -50,7 +51,7 @@ class Add:
 
 
 def map_streams(function: Callable[[Tensor], Tensor], streams: Any) -> Any:
-    """Apply a function of hidden states `[batch, seq, hidden]` to each stream; other states have a `map` of their own."""
+    """Apply a function of hidden states `[batch, seq, hidden]` to each stream; what is no tensor has a `map`."""
     if not isinstance(streams, Tensor):
         return streams.map(function)
     return combined([function(stream) for stream in streams.unbind(-2)], lambda parts: torch.stack(parts, dim=-2))

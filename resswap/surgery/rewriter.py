@@ -55,7 +55,9 @@ class Rewrite:
         """Plan a method; one that holds connections can be called from one place only."""
         methods = self.methods.setdefault(module, {})
         if name in methods and (has_sites or methods[name] != text):
-            raise UnsupportedModelError(f"{type(module).__qualname__}.{name} takes the residual stream more than once.")
+            raise UnsupportedModelError(
+                f"{type(module).__qualname__}.{name} takes the residual stream more than once."
+            )
         methods[name] = text
 
 
@@ -129,7 +131,9 @@ class Rewriter:
             self._close_all(chain, add_name=self._open(stream, chain))
         else:
             for read in stream.of_kind("read"):
-                self.collapse = self.collapse or self.rewrite.add_site(self.trace.module, "stream_map", "linear", False)
+                self.collapse = self.collapse or self.rewrite.add_site(
+                    self.trace.module, "stream_map", "linear", False
+                )
                 self.edits.replace(read.node, f"self.{self.collapse}({read.node.id})")
 
     def _open(self, stream: Stream, chain: list[Stream]) -> str:
@@ -163,19 +167,19 @@ class Rewriter:
 
     def _close_all(self, chain: list[Stream], add_name: str) -> None:
         """The first stream's add is `add_name`, or what its own variable holds; the others' is in their variables."""
-        for link in chain:
+        names = [add_name] + [""] * (len(chain) - 1)
+        for index, link in enumerate(chain):
             carried = self._carried(link)
             if carried is not None and not self._is_term(carried):
-                self.edits.replace(carried.node, self._through(carried, add_name))
+                self.edits.replace(carried.node, self._through(carried, names[index]))
             for use in link.of_kind("lend"):
-                self.edits.replace(use.node, add_name or use.node.id)
+                self.edits.replace(use.node, names[index] or use.node.id)
             for use in link.of_kind("add"):
                 if isinstance(use.operand, ast.Name):
-                    function = add_name or use.operand.id
+                    function = names[index] or use.operand.id
                 else:
-                    function = self._through(use.stream.origin, previous)
+                    function = self._through(link.origin, names[index - 1])
                 self._close(use, function)
-            previous, add_name = add_name, ""
 
     def _is_term(self, carried: Use) -> bool:
         """Whether a map is itself the term of the sum, without a variable in between."""
@@ -236,7 +240,9 @@ class Rewriter:
             return
         before, streams, after = self.edits.around(node, use.operand)
         is_module = isinstance(node, ast.Call) and node.args == [use.operand]
-        function = self.trace.source.segment(node.func) if is_module else f"lambda {variable}: {before}{variable}{after}"
+        function = (
+            self.trace.source.segment(node.func) if is_module else f"lambda {variable}: {before}{variable}{after}"
+        )
         self.edits.replace(node, f"self.{site}({streams}, {function})")
 
     # names and places
@@ -295,6 +301,8 @@ def _holder(stream: Stream) -> str:
     if use.kind == "alias":
         return use.node.value.id
     node = use.operand if use.kind in ("add", "map") else use.node
+    if not isinstance(node, ast.Name):
+        raise UnsupportedModelError(f"The residual stream has no variable of its own at line {node.lineno}.")
     return node.id
 
 
