@@ -51,7 +51,7 @@ def trace_method(source: MethodSource, module: nn.Module, parameter: str) -> "Tr
 
 
 class Trace(ExpressionWalk):
-    """One walk. `streams[0]` is the input; `returned` are the streams that the method may return, `packed` in a tuple."""
+    """One walk. `streams[0]` is the input; `returned` are those that the method may return, `packed` in a tuple."""
 
     def __init__(self, source: MethodSource, module: nn.Module, parameter: str, decisions: Decisions) -> None:
         super().__init__(source, module, decisions)
