@@ -165,9 +165,12 @@ def _plan(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype
             new_class = surgery.rewritten_class(type(module), tuple(methods.items()), decorator)
             children = {site.name: new_modules[site] for site in rewrite.sites if site.module is module}
             changes.append(_Change(module, new_class, children))
-    owner_methods = (("forward", stack.text),)
-    owner_class = surgery.rewritten_class(type(stack.owner), owner_methods, surgery.collapses_hidden_states)
-    return [*changes, _Change(stack.owner, owner_class, ends)]
+    for module in {stack.owner: None, stack.recorder: None}:
+        methods = (("forward", stack.text),) if module is stack.owner else ()
+        decorator = surgery.collapses_hidden_states if module is stack.recorder else None
+        new_class = surgery.rewritten_class(type(module), methods, decorator)
+        changes.append(_Change(module, new_class, ends if module is stack.owner else {}))
+    return changes
 
 
 def _placed(module: nn.Module, layer: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
@@ -193,7 +196,7 @@ def _undone_on_error(changes: list[_Change]) -> Iterator[None]:
 
 def _installed(model: nn.Module) -> dict[nn.Module, list[str]]:
     """The rewritten modules, with the names of what conversion hung on them."""
-    rewritten = [module for module in model.modules() if surgery.rewritten_methods(type(module))]
+    rewritten = [module for module in model.modules() if surgery.rewritten_methods(type(module)) is not None]
     return {
         module: [name for name, child in module.named_children() if isinstance(child, ResidualModule)]
         for module in rewritten
