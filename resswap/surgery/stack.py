@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -213,8 +214,11 @@ def _comes_from(value: ast.expr | None, call: ast.Call, names: set[str]) -> bool
 def collapses_hidden_states(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Let a model's `output_hidden_states` be hidden states, not streams.
 
-    transformers records what the layers return; each entry is read out as the streams are after the last layer.
+    transformers records what the layers return; each entry is read out as the streams are after the last layer. A
+    forward that takes `return_dict` itself collects hidden states in its loop, where they are read out already.
     """
+    if "return_dict" in inspect.signature(forward).parameters:
+        return forward
 
     @functools.wraps(forward)
     def forward_with_hidden_states(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
