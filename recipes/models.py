@@ -1,4 +1,4 @@
-"""The model of a run: loaded or new, converted or not, and which of its parameters conversion added."""
+"""The model of a run: loaded or new, converted or not."""
 
 import difflib
 from typing import Any
@@ -19,7 +19,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import resswap
 from resswap.schemes import scheme_config
-from resswap.surgery import EXPAND, READOUT
 
 PLAIN = "residual"
 
@@ -103,20 +102,6 @@ def _load(auto_class: Any, what: str, name: str, args: ModelArguments, **options
         raise RecipeError(
             f"there is no {what} in the folder or on the Hub under {name!r}: {one_line(error)}"
         ) from error
-
-
-def added_parameters(model: PreTrainedModel) -> list[str]:
-    """The names of the parameters that conversion added: the connections' and the read-out's."""
-    ends = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in (EXPAND, READOUT)]
-    owners = tuple(f"{name}." for name in [*resswap.connections(model), *ends])
-    return [name for name, _ in model.named_parameters() if name.startswith(owners)]
-
-
-def freeze_all_but(model: PreTrainedModel, names: list[str]) -> None:
-    """Train the parameters `names`, and nothing else."""
-    trained = set(names)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
 
 
 def block_losses(model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
