@@ -75,11 +75,19 @@ def check_scheme(config: PreTrainedConfig, scheme: str | None, options: dict[str
     return True
 
 
-def load_model(args: ModelArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model that the options describe, in float32: loaded or new, then converted if the options ask for it."""
+def load_model(
+    args: ModelArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, meta: bool = False
+) -> PreTrainedModel:
+    """The model that the options describe, in float32: loaded or new, then converted if the options ask for it.
+
+    With `meta` it has no weights, and takes no memory.
+    """
     options = parse_options(args.scheme_options)
     converts = check_scheme(config, args.scheme, options)
-    if args.model_name_or_path:
+    if meta:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    elif args.model_name_or_path:
         model = _load(
             AutoModelForCausalLM, "model", args.model_name_or_path, args, gguf_file=args.gguf_file, dtype=torch.float32
         )
@@ -91,6 +99,18 @@ def load_model(args: ModelArguments, config: PreTrainedConfig, tokenizer: PreTra
     if converts:
         resswap.convert(model, scheme=args.scheme, **options)
     return model
+
+
+def add_lora(model: PreTrainedModel, args: ModelArguments) -> torch.nn.Module:
+    """The model with LoRA adapters, which train together with the connections if it is converted."""
+    from peft import LoraConfig, get_peft_model  # takes seconds, so only where it is needed
+
+    options = {"lora_alpha": args.lora_alpha or 2 * args.lora_r, "lora_dropout": args.lora_dropout}
+    if hasattr(model.config, "residual"):
+        config = resswap.lora_config(model, args.lora_r, **options)
+    else:
+        config = LoraConfig(r=args.lora_r, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    return get_peft_model(model, config)
 
 
 def _load(auto_class: Any, what: str, name: str, args: ModelArguments, **options: Any) -> Any:
