@@ -16,11 +16,18 @@ from tqdm.auto import tqdm
 
 
 def batches(loader: DataLoader, progress: Progress) -> Iterator[dict[str, torch.Tensor]]:
-    """The batches from `progress` on, one epoch after the other, without end; each epoch has its own order."""
+    """The batches from `progress` on, one epoch after the other, without end; each epoch has its own order.
+
+    No random numbers are drawn from the global generator: where a run resumes must not change what dropout draws.
+    """
     while True:
         loader.set_epoch(progress.epoch)
-        rest = skip_first_batches(loader, progress.batch) if progress.batch else loader
-        for batch in rest:
+        rest = iter(skip_first_batches(loader, progress.batch) if progress.batch else loader)
+        while True:
+            with torch.random.fork_rng(devices=[]):  # a loader seeds its workers
+                batch = next(rest, None)
+            if batch is None:
+                break
             progress.batch += 1
             yield batch
         if progress.batch == 0:

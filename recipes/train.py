@@ -236,10 +236,7 @@ def make_loader(
     seed: int,
     training: bool,
 ) -> DataLoader:
-    """Batches, in training shuffled by the seed and all full.
-
-    The loader draws from a generator of its own: where a run resumes must not change what dropout draws.
-    """
+    """Batches, in training shuffled by the seed and all full."""
     streams = isinstance(blocks, datasets.IterableDataset)
     if training and streams:
         blocks = blocks.shuffle(seed=seed, buffer_size=args.shuffle_buffer_size)
@@ -249,7 +246,6 @@ def make_loader(
         shuffle=training and not streams,
         drop_last=training,
         num_workers=args.dataloader_num_workers,
-        generator=torch.Generator().manual_seed(seed),
     )
 
 
