@@ -55,9 +55,9 @@ def save(
     if not accelerator.is_main_process:
         return
     plain = accelerator.unwrap_model(model)
-    plain.save_pretrained(folder, state_dict=state)
     if record["arguments"]["train_only_connections"]:
         resswap.save_connections(plain, folder, state_dict=state)
+    plain.save_pretrained(folder, state_dict=state)  # takes the tensors out of `state`
     tokenizer.save_pretrained(folder)
     (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n")
     plot_runs({record["scheme"]: record}, folder / "curves.png")

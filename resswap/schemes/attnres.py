@@ -13,18 +13,20 @@ from resswap.ops import depth_attention
 from .base import AddBranch, Connection, SchemeConfig, option, register_scheme
 
 
+@dataclass(frozen=True, eq=False)
 class Sources:
-    """The contributions that a depth attention can pick from, each `[batch, seq, hidden]`, the oldest first."""
+    """The contributions that a depth attention can pick from, each `[batch, seq, hidden]`, the oldest first.
 
-    def __init__(self, values: tuple[Tensor, ...]) -> None:
-        self.values = values
+    FSDP2 looks for tensors in arguments and outputs through dataclasses, others through pytrees; it is both.
+    """
+
+    values: tuple[Tensor, ...]
 
     def to(self, *args: Any, **kwargs: Any) -> "Sources":
         """Each source moved or cast, as Accelerate's hooks ask of an argument."""
         return Sources(tuple(value.to(*args, **kwargs) for value in self.values))
 
 
-# FSDP and checkpointing look for tensors in arguments and outputs through pytrees.
 _pytree.register_pytree_node(
     Sources,
     lambda sources: (list(sources.values), None),
