@@ -17,6 +17,7 @@ from .training import added_parameters, freeze_base, load_connections, param_gro
 
 if TYPE_CHECKING:
     from .adapters import load_adapter, lora_config
+    from .callback import ResidualCallback
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "Connection",
     "OptionError",
+    "ResidualCallback",
     "ResswapError",
     "SchemeConfig",
     "UnsupportedModelError",
@@ -41,7 +43,8 @@ __all__ = [
     "save_connections",
 ]
 
-_LAZY = {"load_adapter": "adapters", "lora_config": "adapters"}  # these import PEFT
+# These import PEFT and the Trainer, which takes seconds.
+_LAZY = {"ResidualCallback": "callback", "load_adapter": "adapters", "lora_config": "adapters"}
 
 
 def __getattr__(name: str) -> Any:

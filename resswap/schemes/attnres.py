@@ -108,6 +108,10 @@ class DepthConnection(Connection):
         self.query = nn.Parameter(torch.zeros(hidden_size)) if index > 0 else None
         self.key_weight = nn.Parameter(torch.ones(hidden_size)) if index > 0 else None
 
+    def depth_weights(self, sources: Sources) -> Tensor:
+        """The weights `[k, ...]` of k sources, which sum to 1."""
+        return _depth_weights(sources, self.query, self.key_weight, self.eps)
+
     def forward(self, sources: Sources) -> tuple[Tensor, AddBranch]:
         if self.query is None:
             x = sources.values[0]
@@ -128,10 +132,20 @@ class DepthReadout(nn.Module):
         self.query = nn.Parameter(torch.zeros(hidden_size))
         self.key_weight = nn.Parameter(torch.ones(hidden_size))
 
+    def depth_weights(self, sources: Sources) -> Tensor:
+        """The weights `[k, ...]` of k sources, which sum to 1."""
+        return _depth_weights(sources, self.query, self.key_weight, self.eps)
+
     def forward(self, sources: Sources | Tensor) -> Tensor:
         if isinstance(sources, Tensor):
             return sources
         return depth_attention(sources.values, self.query, self.key_weight, self.eps)
+
+
+def _depth_weights(sources: Sources, query: Tensor, key_weight: Tensor, eps: float) -> Tensor:
+    probe = query.float() * key_weight.float()
+    logits = [(v.float() @ probe) * (v.float().square().mean(-1) + eps).rsqrt() for v in sources.values]
+    return torch.stack(logits).softmax(0)
 
 
 def _append(values: tuple[Tensor, ...], y: Tensor) -> Sources:
