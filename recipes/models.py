@@ -18,6 +18,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import resswap
+from resswap.preconditions import drop_dequantized_flag
 from resswap.schemes import scheme_config
 
 PLAIN = "residual"
@@ -93,6 +94,7 @@ def load_model(
         )
     else:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code, dtype=torch.float32)
+    drop_dequantized_flag(model)  # which would keep a plain model from being saved
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise RecipeError(f"the tokenizer has {len(tokenizer)} tokens, but the model only {rows}; they do not fit")

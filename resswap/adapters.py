@@ -9,9 +9,9 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
 from resswap.configuration import described_scheme
-from resswap.conversion import connections, convert
+from resswap.conversion import connections
 from resswap.errors import CheckpointError, UnsupportedModelError
-from resswap.training import added_modules
+from resswap.training import added_modules, convert_as
 
 # PEFT would load such an adapter onto a plain model and leave the connections out. It looks this value up, fails, and
 # shows it.
@@ -96,7 +96,7 @@ def load_adapter(
         raise CheckpointError(f"The adapter in {path} holds no connections: load it with PeftModel.from_pretrained.")
     scheme = described_scheme(config.residual)
     if not connections(model):
-        convert(model, scheme.scheme, **config.residual["options"])
+        convert_as(model, config.residual)
     elif described_scheme(model.config.residual) != scheme:
         raise CheckpointError(
             f"The adapter in {path} was trained with {scheme}, but the model is converted to "

@@ -10,8 +10,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from resswap.configuration import residual_config_class
 from resswap.errors import CheckpointError
-from resswap.schemes import Connection
-from resswap.surgery import EXPAND, READOUT
+from resswap.schemes import ResidualModule
 
 
 def register_auto_classes(family: type[PreTrainedConfig], complete: Callable[[PreTrainedModel], None]) -> None:
@@ -69,7 +68,7 @@ def builder(
 def _check_loaded(model: PreTrainedModel, missing: set[str], path: Any) -> None:
     """Parameters of connections that a checkpoint lacks would be used uninitialised."""
     for name, module in model.named_modules():
-        if isinstance(module, Connection) or name.rpartition(".")[2] in (EXPAND, READOUT):
+        if isinstance(module, ResidualModule):
             lost = sorted(missing & {f"{name}.{key}" for key in module.state_dict()})
             if lost:
                 raise CheckpointError(f"{path}: the weights lack {lost[0]}, which config.json's residual asks for.")

@@ -1,5 +1,6 @@
 """Convert a model's residual connections, and revert them: all or nothing."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,9 @@ from transformers import PreTrainedModel
 from resswap import surgery
 from resswap.auto import register_auto_classes
 from resswap.configuration import describe, described_scheme, family_config_class, residual_config_class
-from resswap.errors import ResswapError, UnsupportedModelError
+from resswap.errors import UnsupportedModelError
 from resswap.preconditions import check_convertible, drop_dequantized_flag
-from resswap.schemes import Connection, SchemeConfig, scheme_config
+from resswap.schemes import Connection, Place, ResidualModule, SchemeConfig, scheme_config
 
 
 def convert(
@@ -76,7 +77,7 @@ def revert(model: PreTrainedModel, *, discard_trained: bool = False) -> PreTrain
         raise UnsupportedModelError(f"{type(model).__name__} is not converted: there is nothing to revert.")
     installed = _installed(model)
     if not discard_trained:
-        _check_untrained(model, installed)
+        _check_untrained(model)
     for module, names in installed.items():
         for name in names:
             delattr(module, name)
@@ -98,7 +99,7 @@ def diff(model: nn.Module) -> str:
     Raises:
         UnsupportedModelError: the model is not converted.
     """
-    classes = dict.fromkeys(type(module) for module in model.modules() if surgery.rewritten_text(type(module)))
+    classes = dict.fromkeys(type(module) for module in model.modules() if surgery.rewritten_methods(type(module)))
     if not classes:
         raise UnsupportedModelError(f"{type(model).__name__} is not converted: there is no difference to show.")
     return "\n".join(surgery.source_diff(cls) for cls in classes)
@@ -127,29 +128,46 @@ def _plan(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype
     """Every change, without making any."""
     stack = surgery.find_stack(model)
     layers = [layer for _, layer in stack.layers()]
-    if len({id(layer) for layer in layers}) < len(layers):
+    rewrites, begins = [], True
+    for layer in layers:
+        rewrites.append(surgery.rewrite_layer(layer, stack.argument, begins))
+        begins = rewrites[-1].begins
+    modules = [module for rewrite in rewrites for module in rewrite.methods]
+    if len(set(modules)) < len(modules):
         raise UnsupportedModelError(f"{type(stack.owner).__name__} runs one layer more than once: not supported.")
-    rewrites = [surgery.rewrite_layer(layer, stack.argument) for layer in layers]
     hidden_size = model.config.get_text_config(decoder=True).hidden_size
-    total = sum(len(rewrite.sites) for rewrite in rewrites)
-    changes, index = [], 0
+    total = sum(site.kind == "connection" for rewrite in rewrites for site in rewrite.sites)
+    new_modules: dict[surgery.Site, nn.Module] = {}
     with torch.device("cpu"):  # initial values are computed even while the model itself is on the meta device
+        index = 0
         for layer, rewrite in zip(layers, rewrites, strict=True):
-            children = {}
             for site in rewrite.sites:
-                children[site] = _placed(config.connection(index, hidden_size, total), layer, param_dtype)
-                index += 1
-            new_class = surgery.subclass_with_forward(type(layer), rewrite.text, surgery.checks_checkpointing)
-            changes.append(_Change(layer, new_class, children))
+                if site.kind == "connection":
+                    new = config.connection(Place(hidden_size, index, total, site.begins))
+                    index += 1
+                else:
+                    new = config.stream_map(hidden_size, is_norm=site.kind == "norm")
+                new_modules[site] = _placed(new, layer, param_dtype)
         ends = {
-            surgery.EXPAND: _placed(config.expand(hidden_size, total), layers[0], param_dtype),
-            surgery.READOUT: _placed(config.readout(hidden_size, total), layers[-1], param_dtype),
+            surgery.EXPAND: _placed(config.expand(), layers[0], param_dtype),
+            surgery.READOUT: _placed(config.readout(hidden_size), layers[-1], param_dtype),
         }
+        if stack.maps:
+            new_map = config.stream_map(hidden_size, is_norm=stack.maps == "norm")
+            ends[surgery.MAP] = _placed(new_map, layers[0], param_dtype)
     taken = [name for name in ends if hasattr(stack.owner, name)]
     if taken:
         raise UnsupportedModelError(f"{type(stack.owner).__name__} already has an attribute {taken[0]!r}.")
-    new_class = surgery.subclass_with_forward(type(stack.owner), stack.text, surgery.collapses_hidden_states)
-    return [*changes, _Change(stack.owner, new_class, ends)]
+    changes = []
+    for layer, rewrite in zip(layers, rewrites, strict=True):
+        for module, methods in rewrite.methods.items():
+            decorator = surgery.checks_checkpointing if module is layer else None
+            new_class = surgery.rewritten_class(type(module), tuple(methods.items()), decorator)
+            children = {site.name: new_modules[site] for site in rewrite.sites if site.module is module}
+            changes.append(_Change(module, new_class, children))
+    owner_methods = (("forward", stack.text),)
+    owner_class = surgery.rewritten_class(type(stack.owner), owner_methods, surgery.collapses_hidden_states)
+    return [*changes, _Change(stack.owner, owner_class, ends)]
 
 
 def _placed(module: nn.Module, layer: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
@@ -175,32 +193,24 @@ def _undone_on_error(changes: list[_Change]) -> Iterator[None]:
 
 def _installed(model: nn.Module) -> dict[nn.Module, list[str]]:
     """The rewritten modules, with the names of what conversion hung on them."""
-    rewritten = [module for module in model.modules() if surgery.rewritten_text(type(module))]
-    ends = (surgery.EXPAND, surgery.READOUT)
+    rewritten = [module for module in model.modules() if surgery.rewritten_methods(type(module))]
     return {
-        module: [name for name, child in module.named_children() if isinstance(child, Connection) or name in ends]
+        module: [name for name, child in module.named_children() if isinstance(child, ResidualModule)]
         for module in rewritten
     }
 
 
-def _check_untrained(model: PreTrainedModel, installed: dict[nn.Module, list[str]]) -> None:
-    config = described_scheme(model.config.residual)
-    current = connections(model)
-    hidden_size = model.config.get_text_config(decoder=True).hidden_size
-    fresh = {
-        name: config.connection(connection.index, hidden_size, len(current)) for name, connection in current.items()
-    }
-    readout = next(getattr(module, surgery.READOUT) for module in installed if hasattr(module, surgery.READOUT))
-    pairs = [(name, current[name], module) for name, module in fresh.items()]
-    pairs.append((surgery.READOUT, readout, config.readout(hidden_size, len(current))))
-    for name, module, untrained in pairs:
-        for key, value in untrained.state_dict().items():
-            parameter = module.state_dict()[key]
-            if not torch.equal(parameter, value.to(parameter)):
-                raise UnsupportedModelError(
-                    f"{name}.{key} has changed since conversion: reverting would throw it away. "
-                    "Pass discard_trained=True to do so."
-                )
-
-
-__all__ = ["ResswapError", "complete", "connections", "convert", "diff", "revert"]
+def _check_untrained(model: PreTrainedModel) -> None:
+    """Compare every new parameter with that of a fresh conversion of the same model."""
+    untouched = copy.deepcopy(model)
+    revert(untouched, discard_trained=True)
+    _install(untouched, described_scheme(model.config.residual), None)
+    fresh = dict(untouched.named_modules())
+    for name, module in model.named_modules():
+        if isinstance(module, ResidualModule):
+            for key, value in module.named_parameters():
+                if not torch.equal(value, fresh[name].get_parameter(key).to(value)):
+                    raise UnsupportedModelError(
+                        f"{name}.{key} has changed since conversion: reverting would throw it away. "
+                        "Pass discard_trained=True to do so."
+                    )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -15,15 +16,14 @@ from transformers import PreTrainedModel
 from resswap.configuration import described_scheme
 from resswap.conversion import convert, revert
 from resswap.errors import CheckpointError, OptionError, UnsupportedModelError
-from resswap.schemes import Connection
-from resswap.surgery import EXPAND, READOUT
+from resswap.schemes import ResidualModule
 
 CONNECTIONS_FILE = "connections.safetensors"
 _UNDECAYED = re.compile(r"(^|_)(bias|gate|query|scale)s?$")
 
 
 def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that conversion added, by name: the connections' and those of the streams' two ends.
+    """The parameters that conversion added, by name: the connections' and what goes with them, such as the read-out's.
 
     Works on wrapped models too (DDP, FSDP, PEFT); under PEFT that includes a connection's original and its copies.
     Empty if the model is not converted.
@@ -33,12 +33,8 @@ def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def added_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that conversion added, by name: the connections and the streams' two ends."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, Connection) or name.rpartition(".")[2] in (EXPAND, READOUT)
-    }
+    """The modules that conversion added, by name: connections, maps between them, and the streams' two ends."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, ResidualModule)}
 
 
 def param_groups(
@@ -162,8 +158,7 @@ def load_connections(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    scheme = described_scheme(residual)
-    convert(model, scheme.scheme, **residual["options"])
+    convert_as(model, residual)
     added = added_parameters(model)
     problems = [
         f"{name} is {'missing' if found is None else f'of shape {list(found.shape)}'} in the file"
@@ -176,6 +171,18 @@ def load_connections(
     for name, parameter in added.items():
         parameter.data.copy_(tensors[name])
     return model
+
+
+def convert_as(model: PreTrainedModel, residual: Any) -> None:
+    """Convert a model as a `config.residual` describes.
+
+    Raises:
+        CheckpointError: it describes nothing that this version of resswap knows.
+        UnsupportedModelError: the model cannot be converted.
+    """
+    scheme = described_scheme(residual).scheme
+    dtype = residual.get("param_dtype")
+    convert(model, scheme, param_dtype=None if dtype is None else getattr(torch, dtype), **residual["options"])
 
 
 def _check_has_no_adapters(model: nn.Module, remedy: str) -> None:

@@ -9,11 +9,62 @@ from torch import Tensor, nn
 
 from resswap.errors import OptionError
 
-AddBranch = Callable[[Tensor], Any]
-"""Takes the branch's output `y` (shape `[batch, seq, hidden]`) and gives the new streams."""
+
+class ResidualModule(nn.Module):
+    """Base of every module that conversion adds to a model."""
 
 
-class Connection(nn.Module):
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where in the stack a connection is.
+
+    Attributes:
+        hidden_size: of the model.
+        index: its place in the order of depth, from 0.
+        num_connections: how many there are.
+        begins: whether its streams have just begun: at the start of the stack, or by a norm (post-norm models).
+    """
+
+    hidden_size: int
+    index: int
+    num_connections: int
+    begins: bool
+
+
+class Add:
+    """How a branch is added: called with its output `[batch, seq, hidden]`, it gives the new streams.
+
+    Args:
+        streams: the streams that the branch has read.
+        write: a function of streams and output that gives the new streams.
+    """
+
+    def __init__(self, streams: Any, write: Callable[[Any, Tensor], Any]) -> None:
+        self.streams, self.write = streams, write
+
+    def __call__(self, y: Tensor) -> Any:
+        return self.write(self.streams, y)
+
+    def through(self, function: Callable[[Tensor], Tensor]) -> "Add":
+        """The same add to streams that a scale, cast or reshape was applied to, as in `alpha * residual + y`."""
+        return Add(map_streams(function, self.streams), self.write)
+
+
+def map_streams(function: Callable[[Tensor], Tensor], streams: Any) -> Any:
+    """Apply a function of hidden states `[batch, seq, hidden]` to each stream; what is no tensor has a `map`."""
+    if not isinstance(streams, Tensor):
+        return streams.map(function)
+    return combined([function(stream) for stream in streams.unbind(-2)], lambda parts: torch.stack(parts, dim=-2))
+
+
+def combined(results: list[Any], combine: Callable[[list[Tensor]], Any]) -> Any:
+    """Combine what a function gave for each stream. Of tuples the first elements are; the others are all equal."""
+    if isinstance(results[0], tuple):
+        return combine([result[0] for result in results]), *results[0][1:]
+    return combine(results)
+
+
+class Connection(ResidualModule):
     """The module that takes a residual add's place. Subclasses own their parameters as `nn.Parameter`, no buffers.
 
     Attributes:
@@ -24,15 +75,14 @@ class Connection(nn.Module):
         super().__init__()
         self.index = index
 
-    def forward(self, streams: Any) -> tuple[Tensor, AddBranch]:
+    def forward(self, streams: Any) -> tuple[Tensor, Add]:
         """Read the streams.
 
         Args:
             streams: what the scheme's expansion or the connection before gave.
 
         Returns:
-            The branch's input `[batch, seq, hidden]`, and a function of the branch's output that gives the new
-            streams and needs no parameters of its own.
+            The branch's input `[batch, seq, hidden]`, and how to add its output, which needs no parameters.
         """
         raise NotImplementedError
 
@@ -69,15 +119,23 @@ class SchemeConfig:
             if not right_type or not field.metadata["check"](value):
                 raise OptionError(f"{self.scheme}: {field.name}={value!r}; allowed: {field.metadata['allowed']}.")
 
-    def expand(self, hidden_size: int, num_connections: int) -> nn.Module:
+    def expand(self) -> ResidualModule:
         """The module that makes the streams of the hidden states, before the first layer."""
         raise NotImplementedError
 
-    def connection(self, index: int, hidden_size: int, num_connections: int) -> Connection:
-        """The connection at `index`, initialised without random numbers; it is cast to its layer's dtype later."""
+    def connection(self, place: Place) -> Connection:
+        """The connection at `place`, initialised without random numbers; it is cast to its layer's dtype later."""
         raise NotImplementedError
 
-    def readout(self, hidden_size: int, num_connections: int) -> nn.Module:
+    def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
+        """The module that applies to the streams what a layer does to the hidden states between two adds.
+
+        Its `forward` takes the streams and a function of hidden states, a norm or a linear one, and gives the new
+        streams; without a function, it gives hidden states that stand for the streams.
+        """
+        raise NotImplementedError
+
+    def readout(self, hidden_size: int) -> ResidualModule:
         """The module that makes hidden states of the streams, after the last layer."""
         raise NotImplementedError
 
@@ -117,7 +175,7 @@ def scheme_config(scheme: str, options: dict[str, Any]) -> SchemeConfig:
     return config_class(**options)
 
 
-class ExpandStreams(nn.Module):
+class ExpandStreams(ResidualModule):
     """Hidden states `[batch, seq, hidden]` → n equal streams `[batch, seq, n, hidden]`."""
 
     def __init__(self, num_streams: int) -> None:
@@ -132,7 +190,14 @@ class ExpandStreams(nn.Module):
         return f"num_streams={self.num_streams}"
 
 
-class MeanReadout(nn.Module):
+class StreamMap(ResidualModule):
+    """Applies a function of hidden states to each of the streams `[batch, seq, n, hidden]`."""
+
+    def forward(self, streams: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        return streams.mean(-2) if function is None else map_streams(function, streams)
+
+
+class MeanReadout(ResidualModule):
     """Streams `[batch, seq, n, hidden]` → their mean `[batch, seq, hidden]`; hidden states go through as they are."""
 
     def forward(self, streams: Tensor) -> Tensor:

@@ -1,21 +1,24 @@
 """Find the layers of a model, and read and rewrite their forward. Nothing here knows about schemes."""
 
-from .layer import LayerRewrite, checks_checkpointing, rewrite_layer
-from .source import MethodSource, original_class, rewritten_text, source_diff, subclass_with_forward
-from .stack import EXPAND, READOUT, Stack, collapses_hidden_states, find_stack
+from .layer import checks_checkpointing, rewrite_layer
+from .rewriter import Rewrite, Site
+from .source import MethodSource, original_class, rewritten_class, rewritten_methods, source_diff
+from .stack import EXPAND, MAP, READOUT, Stack, collapses_hidden_states, find_stack
 
 __all__ = [
     "EXPAND",
+    "MAP",
     "READOUT",
-    "LayerRewrite",
     "MethodSource",
+    "Rewrite",
+    "Site",
     "Stack",
     "checks_checkpointing",
     "collapses_hidden_states",
     "find_stack",
     "original_class",
     "rewrite_layer",
-    "rewritten_text",
+    "rewritten_class",
+    "rewritten_methods",
     "source_diff",
-    "subclass_with_forward",
 ]
