@@ -14,6 +14,9 @@ from models import block_losses
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
+import resswap
+from resswap import diagnostics
+
 
 def batches(loader: DataLoader, progress: Progress) -> Iterator[dict[str, torch.Tensor]]:
     """The batches from `progress` on, one epoch after the other, without end; each epoch has its own order.
@@ -92,6 +95,8 @@ def train(
             if evaluates:
                 progress.evaluations.append(evaluate(accelerator, model, eval_loader, step))
                 measured["eval/loss"] = progress.evaluations[-1]["eval_loss"]
+                if accelerator.trackers:
+                    measured |= health(accelerator, model, input_ids)
             accelerator.log(measured, step=step)
             bar.set_postfix(loss=f"{mean:.4f}", eval_loss=f"{progress.evaluations[-1]['eval_loss']:.4f}")
             progress.losses = []
@@ -103,6 +108,17 @@ def train(
             since += time.perf_counter() - paused  # writing is not training
     bar.close()
     progress.seconds = time.perf_counter() - begin
+
+
+def health(accelerator: Accelerator, model: torch.nn.Module, input_ids: torch.Tensor) -> dict[str, float]:
+    """What the scheme does on one batch; nothing if the model is not converted."""
+    if not resswap.connections(model):
+        return {}
+    model.eval()
+    with accelerator.autocast():
+        values = diagnostics.health(model, input_ids=input_ids, use_cache=False)
+    model.train()
+    return {f"residual/{name}": value for name, value in values.items()}
 
 
 @torch.no_grad()

@@ -84,6 +84,8 @@ def main() -> None:
     arguments = {k: v for group in (model_args, data_args, args) for k, v in dataclasses.asdict(group).items()}
     plan = {name: arguments[name] for name in FIXED} | {"processes": accelerator.num_processes}
     plan |= {"block_size": block_size, "residual": residual}
+    if data_args.streaming:  # each worker shuffles in its own way
+        plan["dataloader_num_workers"] = data_args.dataloader_num_workers
     if checkpoint is not None:
         check_plan(checkpoint, plan)
         accelerator.load_state(str(checkpoint))
