@@ -220,6 +220,9 @@ ERRORS = {
 # One process runs all command lines: most of the time of one is its imports.
 DRIVER = """
 import contextlib, io, json, runpy, sys
+import accelerate, resswap  # what imports print is not what is tested
+from accelerate.state import PartialState
+PartialState()
 for arguments in json.load(sys.stdin):
     sys.argv, error, status = arguments, io.StringIO(), 0
     with contextlib.redirect_stderr(error):

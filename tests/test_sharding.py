@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import tiny
 from transformers import AutoModelForCausalLM
 
 import resswap
@@ -88,12 +89,13 @@ def test_two_processes_train_as_one(recipes, text, single, case, kind):
     torch.testing.assert_close(losses(two), losses(one), rtol=0, atol=2e-2 if bf16 else 1e-5)
     expected, got = weights(one), weights(two)
     assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        # AdamW moves each weight by about the learning rate, whatever the size of its gradient: in bfloat16 a
-        # gradient near zero can change its sign, so only most weights can agree there.
-        off = (got[name].float() - value.float()).abs()
-        assert off.max() <= (5e-2 if bf16 else 1e-4), name
-        assert not bf16 or off.float().mean() < 5e-3, name
+    off = {name: (got[name] - value).abs() for name, value in expected.items()}
+    if bf16:
+        # AdamW moves a weight by about the learning rate, whatever the size of its gradient: one near zero can change
+        # its sign in bfloat16, so only most weights can agree.
+        assert torch.cat([difference.flatten() for difference in off.values()]).mean() < 2e-3
+    else:
+        assert max((difference.max().item(), name) for name, difference in off.items()) < (1e-4, "")
 
 
 @pytest.mark.parametrize("case", ["mhc", "attnres"])
@@ -137,3 +139,18 @@ torch.optim.AdamW.step = dying_step
     assert done["statuses"][1] == -9
     assert done["statuses"][0] > 0, done["output"]  # not -9, with which the server ends what hangs
     assert not (recipes.folder / "dead" / "run.json").exists()
+
+
+def test_a_model_that_is_sharded_already_is_refused_with_the_remedy():
+    """As DeepSpeed ZeRO-3 and FSDP2 mark what they have sharded."""
+    partitioned = tiny()
+    partitioned.lm_head.weight.ds_id = 0
+    before = dict(vars(partitioned.config))
+    with pytest.raises(resswap.UnsupportedModelError, match="ZeRO-3: convert before deepspeed.initialize"):
+        resswap.convert(partitioned)
+    sharded = tiny()
+    sharded.model.layers[0]._get_fsdp_state = None
+    with pytest.raises(resswap.UnsupportedModelError, match="sharded by FSDP: convert first, then shard"):
+        resswap.convert(sharded)
+    assert resswap.connections(partitioned) == resswap.connections(sharded) == {}
+    assert vars(partitioned.config) == before
