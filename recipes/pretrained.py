@@ -39,7 +39,9 @@ class PretrainedArguments:
     prompt: str = field(default="The with statement in Python", metadata={"help": "Text to continue."})
     max_new_tokens: int = field(default=64, metadata={"help": "Tokens to continue it by."})
     steps: int = field(default=40, metadata={"help": "Training steps, of the connections only."})
-    learning_rate: float = field(default=5e-3, metadata={"help": "Learning rate of AdamW."})
+    learning_rate: float = field(
+        default=5e-3, metadata={"help": "Learning rate of AdamW; attention residuals need a tenth."}
+    )
     batch_size: int = field(default=1, metadata={"help": "Blocks per step."})
     block_size: int = field(default=128, metadata={"help": "Tokens per block."})
     max_eval_samples: int = field(default=8, metadata={"help": "Held-out blocks to evaluate on."})
