@@ -35,13 +35,13 @@ def one_line(error: BaseException, limit: int = 400) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def need(module: str) -> ModuleType:
+def need(module: str, extra: str = "recipes") -> ModuleType:
     """Import an optional package, or say how to get it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise RecipeError(f"{package} is not installed; run: pip install 'resswap[recipes]'") from error
+        raise RecipeError(f"{package} is not installed; run: pip install 'resswap[{extra}]'") from error
 
 
 def parse_options(text: str | None) -> dict[str, Any]:

@@ -1,8 +1,16 @@
 """Tests run on one thread each, so that several can run side by side and results repeat to the bit."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -15,3 +23,48 @@ def _quiet_and_single_threaded():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+class Recipes:
+    """Runs of recipes/train.py in one folder, by way of recipe_server.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        environment = os.environ | {
+            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+            "HF_HOME": str(folder / "cache"),
+            "HF_HUB_OFFLINE": "1",
+            "MPLCONFIGDIR": str(folder / "matplotlib"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "recipes")]),
+        }
+        self.server = subprocess.Popen(
+            [sys.executable, ROOT / "tests" / "recipe_server.py"],
+            cwd=folder,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def start(self, *options: object, **job: object) -> dict:
+        """Run train.py; gives the exit status of each process, and what they printed."""
+        job = {key: str(value) if isinstance(value, Path) else value for key, value in job.items()}
+        self.server.stdin.write(json.dumps({"argv": [str(option) for option in options], **job}) + "\n")
+        self.server.stdin.flush()
+        return json.loads(self.server.stdout.readline())
+
+    def run(self, *options: object, **job: object) -> str:
+        """Run train.py, which must succeed; gives what it printed."""
+        done = self.start(*options, **job)
+        assert set(done["statuses"]) == {0}, done["output"]
+        return done["output"]
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory):
+    runs = Recipes(tmp_path_factory.mktemp("recipes"))
+    yield runs
+    runs.server.stdin.close()
+    runs.server.wait()
