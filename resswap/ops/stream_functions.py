@@ -5,18 +5,17 @@ recomputed. Sums run in float32 over a bounded number of tokens at a time, so no
 on a CPU, a span stays in the cache. Inside, shapes are `[T, n, C]`, T the number of tokens.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .plain import Gradients, gradients, needs_plain_backward, plain_backward
 from .precision import no_autocast, wide
 from .spans import spans
-
-Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+from .stream_formulas import Head, dynamic_read_reference, read_streams_reference, write_streams_reference
 
 # Set on a gradient that `Write` has just made, so that a read's backward may add to it in place.
 _FRESH = "_resswap_fresh"
@@ -40,8 +39,9 @@ class Write(torch.autograd.Function):
             return out.view(streams.shape)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        if needs_plain_backward():
+            return plain_backward(write_streams_reference, ctx.saved_tensors, [grad])
         streams, y, post, comb = ctx.saved_tensors
         need_streams, need_y, need_post, need_comb = ctx.needs_input_grad
         with no_autocast(streams):
@@ -86,8 +86,9 @@ class Read(torch.autograd.Function):
             return x.view(*streams.shape[:-2], streams.shape[-1]), streams
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_x: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_x: Tensor | None, grad: Tensor | None) -> Gradients:
+        if needs_plain_backward():
+            return plain_backward(_read_reference, ctx.saved_tensors, [grad_x, grad])
         streams, pre = ctx.saved_tensors
         if grad_x is None:
             return grad, None
@@ -115,6 +116,7 @@ class DynamicRead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.coefficients = partial(_coefficients, head=head, eps=eps)
+        ctx.reference = partial(dynamic_read_reference, head=head, eps=eps)
         with no_autocast(streams):
             x, weight = _tokens(streams), fn.to(wide(streams.dtype))
             outputs, width = weight.shape
@@ -132,11 +134,13 @@ class DynamicRead(torch.autograd.Function):
             return branch_input, streams, post.view(shape), comb.view(*shape, shape[-1])
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, grad_x: Tensor | None, grad: Tensor | None, grad_post: Tensor | None, grad_comb: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         streams, fn, *small = ctx.saved_tensors
+        if needs_plain_backward():
+            grads = [grad_x, grad, grad_post, grad_comb]
+            return *plain_backward(ctx.reference, [streams, fn, *small[2:]], grads), None, None
         need_streams, need_fn, need_scale, need_base = ctx.needs_input_grad[:4]
         with no_autocast(streams):
             x, weight = _tokens(streams), fn.to(wide(streams.dtype))
@@ -149,7 +153,7 @@ class DynamicRead(torch.autograd.Function):
             with torch.enable_grad():
                 pre, post, comb = ctx.coefficients(*small)
             grad_pre = None if grad_x is None else _dot(x, grad_x)
-            grad_projected, grad_square, grad_scale, grad_base = _small_gradients(
+            grad_projected, grad_square, grad_scale, grad_base = gradients(
                 (pre, post, comb), small, (grad_pre, grad_post, grad_comb)
             )
 
@@ -171,6 +175,10 @@ class DynamicRead(torch.autograd.Function):
             return grad, grad_fn, grad_scale, grad_base, None, None
 
 
+def _read_reference(streams: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    return read_streams_reference(streams, pre), streams
+
+
 def _coefficients(
     projected: Tensor, square: Tensor, scale: Tensor, base: Tensor, head: Head, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,19 +186,6 @@ def _coefficients(
     mixes = projected.permute(2, 1, 0).contiguous() * (square.t() + eps).rsqrt()
     pre, post, comb = head(mixes, scale, base)
     return pre.t(), post.t(), comb.permute(2, 0, 1)
-
-
-def _small_gradients(
-    outputs: tuple[Tensor, ...], inputs: list[Tensor], grads: tuple[Tensor | None, ...]
-) -> list[Tensor | None]:
-    """The gradients for inputs, None for those that need none; a grad of None stands for zeros."""
-    used = [(out, grad.reshape(out.shape)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if not used or not wanted:
-        return [None] * len(inputs)
-    outputs, grads = zip(*used, strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
-    return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
 
 def _tokens(tensor: Tensor) -> Tensor:
