@@ -85,7 +85,6 @@ def test_gradgradcheck_with_one_input_trained_or_frozen(name):
         for trained in ({i}, set(range(len(sizes))) - {i}):
             args = [t.requires_grad_(j in trained) for j, t in enumerate(tensors(sizes))]
             if trained:
-                # Without the reference's own zeros: where a second derivative vanishes there may be no graph at all.
                 assert gradgradcheck(lambda *args: call(FAST, *args), args)  # noqa: B023
 
 
@@ -208,6 +207,10 @@ def test_batched_gradients_and_forward_mode():
     loop, batched = (torch.autograd.functional.hessian(function, tuple(args), vectorize=v) for v in (False, True))
     torch.testing.assert_close(batched, loop)
     assert gradcheck(function, args, check_forward_ad=True, check_batched_grad=True)
+    loss, weights = function(*args), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    grads = torch.vmap(lambda w: torch.autograd.grad(loss, args, w, retain_graph=True))(weights)
+    for got, expected in zip(grads, torch.autograd.grad(loss, args), strict=True):
+        torch.testing.assert_close(got, torch.stack([expected, 2 * expected]))
     with forward_ad.dual_level():
         assert not function(*args).isnan()
 

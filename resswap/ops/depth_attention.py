@@ -76,7 +76,7 @@ class _DepthAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key_weight, products, rstd, *sources = ctx.saved_tensors
-        if needs_plain_backward():
+        if needs_plain_backward(grad):
             grads = plain_backward(partial(_reference, eps=ctx.eps), [query, key_weight, *sources], [grad])
             return *grads[:2], None, *grads[2:]
         need_query, need_key_weight, _, *need_sources = ctx.needs_input_grad

@@ -20,13 +20,16 @@ def needs_plain() -> bool:
 
 
 def needs_transformable() -> bool:
-    """Whether a transform of torch.func (or a batched gradient) or a forward-mode derivative is under way."""
+    """Whether a transform of torch.func or a forward-mode derivative is under way."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def needs_plain_backward() -> bool:
-    """Whether gradients are to be differentiated (create_graph=True) or are batched (is_grads_batched=True)."""
-    return torch.is_grad_enabled() or needs_transformable()
+def needs_plain_backward(*grads: Tensor | None) -> bool:
+    """Whether gradients are to be differentiated (create_graph=True) or are batched (is_grads_batched=True, vmap)."""
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    if torch.is_grad_enabled() or needs_transformable():
+        return True
+    return any(grad is not None and is_batched(grad) for grad in grads)
 
 
 def plain_backward(function: Callable, inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Gradients:

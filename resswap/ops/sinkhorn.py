@@ -72,7 +72,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Tensor, int], output: Tensor | No
 
 def _differentiate(ctx: Any, grad: Tensor, backward: Callable) -> tuple[Tensor | None, None]:
     logits, iters = ctx.saved_tensors[0], ctx.iters
-    if needs_plain_backward():
+    if needs_plain_backward(grad):
         return *plain_backward(partial(_forward, iters=iters), [logits], [grad]), None
     return backward(logits, grad, iters), None
 

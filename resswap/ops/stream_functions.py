@@ -40,7 +40,7 @@ class Write(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        if needs_plain_backward():
+        if needs_plain_backward(grad):
             return plain_backward(write_streams_reference, ctx.saved_tensors, [grad])
         streams, y, post, comb = ctx.saved_tensors
         need_streams, need_y, need_post, need_comb = ctx.needs_input_grad
@@ -87,7 +87,7 @@ class Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor | None, grad: Tensor | None) -> Gradients:
-        if needs_plain_backward():
+        if needs_plain_backward(grad_x, grad):
             return plain_backward(_read_reference, ctx.saved_tensors, [grad_x, grad])
         streams, pre = ctx.saved_tensors
         if grad_x is None:
@@ -138,8 +138,8 @@ class DynamicRead(torch.autograd.Function):
         ctx: Any, grad_x: Tensor | None, grad: Tensor | None, grad_post: Tensor | None, grad_comb: Tensor | None
     ) -> Gradients:
         streams, fn, *small = ctx.saved_tensors
-        if needs_plain_backward():
-            grads = [grad_x, grad, grad_post, grad_comb]
+        grads = [grad_x, grad, grad_post, grad_comb]
+        if needs_plain_backward(*grads):
             return *plain_backward(ctx.reference, [streams, fn, *small[2:]], grads), None, None
         need_streams, need_fn, need_scale, need_base = ctx.needs_input_grad[:4]
         with no_autocast(streams):
