@@ -58,9 +58,9 @@ class Write(torch.autograd.Function):
                 if need_comb:
                     torch.bmm(x[s].to(matrix.dtype), wide_g.mT, out=grad_matrix[s])
                 if need_post:
-                    torch.sum(wide_g * row[s], -1, out=grad_weights[s, 0])
+                    grad_weights.mT[s] = torch.bmm(wide_g, row[s].to(wide_g.dtype).mT)
                 if need_y:
-                    grad_row[s, 0] = _weighted_sum(weights[s, 0], wide_g)
+                    grad_row[s] = _product(weights[s], wide_g)
                 if need_streams:
                     total = grad_x[s] if grad_x.dtype == wide_g.dtype else torch.empty_like(wide_g)
                     _add_product(total, matrix[s], wide_g, beta=0)
@@ -213,7 +213,7 @@ def _add_product(out: Tensor, weights: Tensor, rows: Tensor, beta: int = 1) -> T
     Rounded weights would no longer sum to 1, and equal streams would drift: so a matrix product is used only where
     nothing can have lowered its precision.
     """
-    if out.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest":
+    if rows.shape[1] > 1 and out.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest":
         return out.baddbmm_(weights, rows, beta=beta)
     for q in range(rows.shape[1]):
         weight, row = weights[:, :, q, None], rows[:, q, None]
@@ -226,26 +226,24 @@ def _add_product(out: Tensor, weights: Tensor, rows: Tensor, beta: int = 1) -> T
 
 def _read(x: Tensor, pre: Tensor) -> Tensor:
     """`[T, C]` from x `[T, n, C]` and pre `[T, n]`, in x's dtype."""
-    out = torch.empty_like(x[:, 0], memory_format=torch.contiguous_format)
+    out = torch.empty_like(x[:, :1], memory_format=torch.contiguous_format)
     for s in spans(x):
-        out[s] = _weighted_sum(pre[s], x[s])
-    return out
+        out[s] = _product(pre[s, None], x[s])
+    return out[:, 0]
 
 
-def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
-    """`[t, C]` from weights `[t, n]` and rows `[t, n, C]`, in the weights' dtype."""
-    total = weights[:, :1] * rows[:, 0]
-    for j in range(1, rows.shape[1]):
-        total.addcmul_(weights[:, j, None], rows[:, j])
-    return total
+def _product(weights: Tensor, rows: Tensor) -> Tensor:
+    """`weights @ rows`, as in `_add_product`; contiguous, as else baddbmm_ goes through the tokens one by one."""
+    out = rows.new_empty(weights.shape[0], weights.shape[1], rows.shape[2], dtype=weights.dtype)
+    return _add_product(out, weights.contiguous(), rows.to(weights.dtype), beta=0)
 
 
 def _dot(x: Tensor, grad_x: Tensor) -> Tensor:
     """`[T, n]` from x `[T, n, C]` and grad_x `[T, 1, C]`, wide."""
-    out = torch.empty(x.shape[:2], dtype=wide(x.dtype), device=x.device)
+    out = torch.empty(*x.shape[:2], 1, dtype=wide(x.dtype), device=x.device)
     for s in spans(x):
-        torch.sum(x[s] * grad_x[s].to(out.dtype), -1, out=out[s])
-    return out
+        torch.bmm(x[s].to(out.dtype), grad_x[s].to(out.dtype).mT, out=out[s])
+    return out[..., 0]
 
 
 def _accumulator(grad: Tensor | None, streams: Tensor) -> Tensor:
