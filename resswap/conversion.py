@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from resswap import surgery
 from resswap.auto import register_auto_classes
@@ -46,10 +47,21 @@ def convert(
     family = type(model.config)
     register_auto_classes(family, complete)
     _install(model, config, param_dtype)
+    _give_own_config(model)
     model.config.__class__ = residual_config_class(family)
     model.config.residual = describe(config, family.model_type)
     drop_dequantized_flag(model)
     return model
+
+
+def _give_own_config(model: PreTrainedModel) -> None:
+    """Copy the config for this model: whoever made it may build another model from it, a plain one."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                setattr(module, name, copies[id(value)])
 
 
 def complete(model: PreTrainedModel) -> None:
@@ -124,14 +136,41 @@ def _install(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dt
             vars(change.module).pop("forward", None)  # what removed hooks leave behind: the old class's forward
 
 
+def _rewrite_layers(model: PreTrainedModel, stack: surgery.Stack, named: bool) -> list[surgery.Rewrite]:
+    rewrites, begins = [], True
+    for _, layer in stack.layers():
+        rewrites.append(surgery.rewrite_layer(layer, stack.argument, begins, named))
+        begins = rewrites[-1].begins
+    return rewrites
+
+
+def _names_survive(model: PreTrainedModel, rewrites: list[surgery.Rewrite]) -> bool:
+    """Whether new parameters keep their names when they are saved and loaded.
+
+    transformers renames weights of some families by patterns, which may match a name that they were not made for.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    keys = [f"{names[site.module]}.{site.name}.weight" for rewrite in rewrites for site in rewrite.sites]
+    transforms = get_model_conversion_mapping(model)
+    reverses = [transform.reverse_transform() for transform in reversed(transforms)]
+    for key in keys:
+        renamed = key
+        for transform in (*reverses, *transforms):
+            renamed, _ = transform.rename_source_key(renamed)
+        if renamed != key:
+            return False
+    return True
+
+
 def _plan(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None) -> list[_Change]:
     """Every change, without making any."""
     stack = surgery.find_stack(model)
     layers = [layer for _, layer in stack.layers()]
-    rewrites, begins = [], True
-    for layer in layers:
-        rewrites.append(surgery.rewrite_layer(layer, stack.argument, begins))
-        begins = rewrites[-1].begins
+    rewrites = _rewrite_layers(model, stack, named=True)
+    if not _names_survive(model, rewrites):
+        rewrites = _rewrite_layers(model, stack, named=False)
+        if not _names_survive(model, rewrites):
+            raise UnsupportedModelError(f"The weight conversions of {type(model).__name__} rename new parameters.")
     modules = [module for rewrite in rewrites for module in rewrite.methods]
     if len(set(modules)) < len(modules):
         raise UnsupportedModelError(f"{type(stack.owner).__name__} runs one layer more than once: not supported.")
@@ -165,9 +204,12 @@ def _plan(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype
             new_class = surgery.rewritten_class(type(module), tuple(methods.items()), decorator)
             children = {site.name: new_modules[site] for site in rewrite.sites if site.module is module}
             changes.append(_Change(module, new_class, children))
-    owner_methods = (("forward", stack.text),)
-    owner_class = surgery.rewritten_class(type(stack.owner), owner_methods, surgery.collapses_hidden_states)
-    return [*changes, _Change(stack.owner, owner_class, ends)]
+    for module in {stack.owner: None, stack.recorder: None}:
+        methods = (("forward", stack.text),) if module is stack.owner else ()
+        decorator = surgery.collapses_hidden_states if module is stack.recorder else None
+        new_class = surgery.rewritten_class(type(module), methods, decorator)
+        changes.append(_Change(module, new_class, ends if module is stack.owner else {}))
+    return changes
 
 
 def _placed(module: nn.Module, layer: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
@@ -193,7 +235,7 @@ def _undone_on_error(changes: list[_Change]) -> Iterator[None]:
 
 def _installed(model: nn.Module) -> dict[nn.Module, list[str]]:
     """The rewritten modules, with the names of what conversion hung on them."""
-    rewritten = [module for module in model.modules() if surgery.rewritten_methods(type(module))]
+    rewritten = [module for module in model.modules() if surgery.rewritten_methods(type(module)) is not None]
     return {
         module: [name for name, child in module.named_children() if isinstance(child, ResidualModule)]
         for module in rewritten

@@ -8,6 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from resswap.errors import UnsupportedModelError
+from resswap.schemes import Connection
 from resswap.surgery import rewritten_methods
 
 OWN_MECHANISMS = {
@@ -45,6 +46,11 @@ def check_convertible(model: object) -> None:
     own = next((OWN_MECHANISMS[kind] for kind in types if kind in OWN_MECHANISMS), None)
     if own is not None:
         raise UnsupportedModelError(f"{_layer_class(model)} has a residual mechanism of its own: {own}.")
+    if hasattr(model.config, "residual") and not any(isinstance(m, Connection) for m in model.modules()):
+        raise UnsupportedModelError(
+            f"The config of this {name} describes a conversion, but the model has no connections: build it with "
+            "AutoModelForCausalLM.from_config(config) to get a converted model, or from a plain config."
+        )
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
         if rewritten_methods(type(module)):

@@ -13,20 +13,21 @@ from .source import MethodSource
 from .trace import trace_method
 
 
-def rewrite_layer(layer: nn.Module, argument: int | str, at_entry: bool = False) -> Rewrite:
+def rewrite_layer(layer: nn.Module, argument: int | str, at_entry: bool = False, named: bool = True) -> Rewrite:
     """Find the residual adds of a layer and rewrite its `forward`. The layer is only read.
 
     Args:
         layer: a decoder layer.
         argument: where the stack passes the hidden states: a position (not counting `self`) or a keyword.
         at_entry: whether the streams have just begun when they come in.
+        named: whether connections are named after the sublayers they serve, or just `connection`.
 
     Raises:
         UnsupportedModelError: no residual add was found, or the stream takes a way that cannot be followed.
     """
     source = MethodSource(type(layer))
     trace = trace_method(source, layer, source.parameter(argument))
-    rewrite = Rewrite(methods={layer: {}}, begins=all(begins(stream, at_entry) for stream in trace.returned))
+    rewrite = Rewrite({layer: {}}, begins=all(begins(stream, at_entry) for stream in trace.returned), named=named)
     text = Rewriter(rewrite, trace, at_entry).run()
     rewrite.add_method(layer, "forward", text, has_sites=True)
     if not any(site.kind == "connection" for site in rewrite.sites):

@@ -37,14 +37,18 @@ class Rewrite:
         methods: for each module that changes, its new methods by name.
         sites: what the new methods call, in the order in which it runs.
         begins: whether the streams that the layer returns have just begun, by a norm at its end.
+        named: whether sites are named after the sublayers they serve, or `connection` and `map` only.
     """
 
     methods: dict[nn.Module, dict[str, str]] = field(default_factory=dict)
     sites: list[Site] = field(default_factory=list)
     begins: bool = False
+    named: bool = True
 
     def add_site(self, module: nn.Module, name: str, kind: str, begins: bool) -> str:
         """Plan a module as `name`, or `name_1` and so on if that is taken; returns the name."""
+        if not self.named:
+            name = "connection" if kind == "connection" else "map"
         taken = {site.name for site in self.sites if site.module is module}
         candidates = [name, *(f"{name}_{i}" for i in range(1, len(taken) + 2))]
         name = next(c for c in candidates if c not in taken and not hasattr(module, c))

@@ -195,7 +195,7 @@ def rewritten_class(cls: type[nn.Module], methods: Methods, decorator: Callable 
 
     Args:
         cls: the class whose methods are replaced; the texts are run in the globals of its `forward`.
-        methods: the new methods, and static methods for helper functions.
+        methods: the new methods, and static methods for helper functions; none if only `decorator` is wanted.
         decorator: a function of `forward`, importable by name, that goes around it.
     """
     original: FunctionType = inspect.unwrap(cls.forward)
@@ -205,13 +205,14 @@ def rewritten_class(cls: type[nn.Module], methods: Methods, decorator: Callable 
     # In a class of the same name, decorators and name mangling see what they saw in the original.
     source = f"class {cls.__name__}:\n" + "\n".join(text for _, text in methods)
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
-    # transformers looks up what model a method belongs to by the folders of its file.
-    filename = f"{original.__code__.co_filename}:resswap:{digest}"
+    # transformers looks up what model a method belongs to by the folders and the name of its file.
+    filename = f"resswap-{digest}:{original.__code__.co_filename}"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     flags = original.__code__.co_flags & __future__.annotations.compiler_flag
     # Names are looked up, and monkeypatches seen, in the module of the original.
     namespace: dict[str, Any] = {}
-    exec(compile(source, filename, "exec", flags=flags, dont_inherit=True), original.__globals__, namespace)
+    if methods:
+        exec(compile(source, filename, "exec", flags=flags, dont_inherit=True), original.__globals__, namespace)
     compiled = {name: vars(namespace[cls.__name__])[name] for name, _ in methods}
     for name, method in compiled.items():
         function = inspect.unwrap(getattr(method, "__func__", method))
@@ -219,7 +220,7 @@ def rewritten_class(cls: type[nn.Module], methods: Methods, decorator: Callable 
             cell = function.__closure__[function.__code__.co_freevars.index("__class__")]
             cell.cell_contents = next(base for base in cls.__mro__ if name in vars(base))
     if decorator is not None:
-        compiled["forward"] = decorator(compiled["forward"])
+        compiled["forward"] = decorator(compiled.get("forward", cls.forward))
     members = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ class Stack:
 
     Attributes:
         owner: the module whose `forward` loops over the layers.
+        recorder: the model whose `forward` records hidden states: the owner, or the model around it.
         owner_name, list_name: its name in the model, and its attribute that holds the layers.
         argument: where the loop passes the hidden states to a layer.
         text: the owner's new `forward`: streams are expanded before the loop and read out after it.
@@ -40,6 +42,7 @@ class Stack:
     """
 
     owner: nn.Module
+    recorder: PreTrainedModel
     owner_name: str
     list_name: str
     argument: int | str
@@ -66,7 +69,7 @@ class _Found:
         return f"{self.name}.{self.list_name}".lstrip(".")
 
 
-def find_stack(model: nn.Module) -> Stack:
+def find_stack(model: PreTrainedModel) -> Stack:
     """The one stack of decoder layers in `model`.
 
     Raises:
@@ -95,25 +98,27 @@ def find_stack(model: nn.Module) -> Stack:
         )
     stack = chosen[0]
     text, maps = _rewrite(stack.source, stack.loops)
-    return Stack(stack.owner, stack.name, stack.list_name, stack.loops[0].argument, text, maps)
+    recorder = _model_around(model, stack)
+    return Stack(stack.owner, recorder, stack.name, stack.list_name, stack.loops[0].argument, text, maps)
 
 
-def _of_the_decoder(model: nn.Module, stacks: list[_Found]) -> list[_Found]:
+def _model_around(model: PreTrainedModel, stack: _Found) -> PreTrainedModel:
+    """The innermost `PreTrainedModel` that holds the stack."""
+    models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    around = [name for name in models if not name or f"{stack.path}.".startswith(f"{name}.")]
+    return models[max(around, key=len)]
+
+
+def _of_the_decoder(model: PreTrainedModel, stacks: list[_Found]) -> list[_Found]:
     """Of several stacks, such as a vision tower's and a text decoder's, the decoder's."""
-    if len(stacks) == 1 or not isinstance(model, PreTrainedModel):
+    if len(stacks) == 1:
         return stacks
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     inside = set(decoder.modules())
     text_config = model.config.get_text_config(decoder=True)
-    submodels = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
-
-    def submodel(stack: _Found) -> PreTrainedModel:
-        around = [name for name in submodels if not name or f"{stack.path}.".startswith(f"{name}.")]
-        return submodels[max(around, key=len)]
-
     for rule in (
         lambda stack: stack.owner is decoder,
-        lambda stack: stack.owner in inside and submodel(stack).config is text_config,
+        lambda stack: stack.owner in inside and _model_around(model, stack).config is text_config,
         lambda stack: stack.owner in inside,
     ):
         chosen = [stack for stack in stacks if rule(stack)]
@@ -207,20 +212,21 @@ def _comes_from(value: ast.expr | None, call: ast.Call, names: set[str]) -> bool
 
 
 def collapses_hidden_states(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the owner's `output_hidden_states` be hidden states, not streams.
+    """Let a model's `output_hidden_states` be hidden states, not streams.
 
-    transformers records what the layers return; each entry is read out as the streams are after the last layer.
+    transformers records what the layers return; each entry is read out as the streams are after the last layer. A
+    forward that takes `return_dict` itself collects hidden states in its loop, where they are read out already.
     """
+    if "return_dict" in inspect.signature(forward).parameters:
+        return forward
 
     @functools.wraps(forward)
-    def forward_with_hidden_states(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, PreTrainedModel):
-            return forward(self, *args, **kwargs)
+    def forward_with_hidden_states(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return_dict = kwargs.pop("return_dict", None)
         outputs = forward(self, *args, return_dict=True, **kwargs)
         recorded = getattr(outputs, "hidden_states", None)
         if recorded is not None:
-            readout = getattr(self, READOUT)
+            readout = next(getattr(module, READOUT) for module in self.modules() if hasattr(module, READOUT))
             outputs["hidden_states"] = tuple(None if state is None else readout(state) for state in recorded)
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)

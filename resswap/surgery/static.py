@@ -12,8 +12,8 @@ UNKNOWN = object()
 STREAM = object()
 """What stands for a variable that holds a stream: nothing is known of it but that it is not None."""
 
-# These change after conversion.
-_CHANGING = {"training", "gradient_checkpointing"}
+# These change after conversion; BigBird switches its attention type with the length of the input.
+_CHANGING = {"training", "gradient_checkpointing", "attention_type"}
 
 _COMPARISONS = {
     ast.Eq: operator.eq,
