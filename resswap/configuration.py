@@ -16,7 +16,8 @@ from resswap.schemes import SchemeConfig, scheme_config
 MODEL_TYPE = "resswap"
 FORMAT_VERSION = 1
 # A class that is asked for by name, as in LlamaForCausalLM.from_pretrained, does not look at the model type. It does
-# turn this field into a torch dtype, fails, and shows the value.
+# take the name of the weights' file from this field, finds that it is none, and shows it.
+_GUARD_FIELD = "transformers_weights"
 _GUARD = "(this checkpoint needs resswap: pip install resswap, import resswap, and load it with an Auto class)"
 
 
@@ -60,9 +61,8 @@ class ResidualConfigMixin:
     def to_diff_dict(self) -> dict[str, Any]:
         """What is written to `config.json`."""
         output = super().to_diff_dict()
-        output["residual"] = {**output["residual"], "dtype": output.get("dtype")}
         output["model_type"] = MODEL_TYPE
-        output["dtype"] = _GUARD
+        output[_GUARD_FIELD] = _GUARD
         return output
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -93,11 +93,9 @@ def _new_config(family: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def restored(config_dict: dict[str, Any]) -> dict[str, Any]:
-    """What `config.json` says, with the family's model type and dtype back in their places."""
+    """What `config.json` says, with the family's model type back in its place."""
     residual = config_dict.get("residual")
     described_scheme(residual)
     output = {**config_dict, "model_type": residual["base_model_type"]}
-    output["residual"] = {key: value for key, value in residual.items() if key != "dtype"}
-    if config_dict.get("dtype") == _GUARD:
-        output["dtype"] = residual.get("dtype")
+    output.pop(_GUARD_FIELD, None)
     return output
