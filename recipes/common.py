@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +34,18 @@ def one_line(error: BaseException, limit: int = 400) -> str:
     """The message of `error` on one line, cut after `limit` characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def make_folder(name: str) -> Path:
+    """The folder, made if it does not exist; asked for before the work whose results go there."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"cannot write to the folder {name}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise RecipeError(f"cannot write to the folder {name}: permission denied")
+    return folder
 
 
 def need(module: str, extra: str = "recipes") -> ModuleType:

@@ -1,6 +1,7 @@
 """The model of a run: loaded or new, converted or not."""
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 import resswap
 from resswap.preconditions import drop_dequantized_flag
@@ -26,11 +28,13 @@ PLAIN = "residual"
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     """The tokenizer that was named, else the pretrained model's, else one that needs no files: bytes."""
-    if args.tokenizer_name:
-        return _load(AutoTokenizer, "tokenizer", args.tokenizer_name, args)
-    if args.model_name_or_path:
-        return _load(AutoTokenizer, "tokenizer", args.model_name_or_path, args, gguf_file=args.gguf_file)
-    return ByT5Tokenizer(extra_ids=0)
+    name = args.tokenizer_name or args.model_name_or_path
+    if name is None:
+        return ByT5Tokenizer(extra_ids=0)
+    options = {} if args.tokenizer_name else {"gguf_file": args.gguf_file}
+    # AutoTokenizer takes Mistral's class for every model of that type, whatever tokenizer was saved beside it.
+    is_bytes = Path(name).is_dir() and get_tokenizer_config(name).get("tokenizer_class") == "ByT5Tokenizer"
+    return _load(ByT5Tokenizer if is_bytes else AutoTokenizer, "tokenizer", name, args, **options)
 
 
 def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

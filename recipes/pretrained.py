@@ -14,7 +14,7 @@ import torch
 import transformers
 from accelerate.utils import set_seed
 from arguments import ModelArguments
-from common import RecipeError, parse_options, run
+from common import RecipeError, make_folder, parse_options, run
 from data import load_blocks, load_texts
 from datasets import Dataset
 from models import block_losses, check_scheme, load_config, load_model, load_tokenizer
@@ -63,6 +63,7 @@ def main() -> None:
     options = parse_options(args.scheme_options)
     if not check_scheme(config, args.scheme, options):
         raise RecipeError("--scheme residual, or a model that is converted already, leaves nothing to convert")
+    make_folder(args.output_dir)
     train_blocks, eval_blocks = load_blocks(load_texts(), tokenizer, args.block_size)
     eval_ids = eval_blocks[: args.max_eval_samples]["input_ids"]
     model = load_model(source, config, tokenizer).eval()

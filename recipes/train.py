@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, set_seed
 from arguments import DataArguments, ModelArguments, TrainArguments, parse
 from checkpoints import Progress, check_plan, find_checkpoint, save_checkpoint
-from common import RecipeError, need, parse_options, run
+from common import RecipeError, make_folder, need, parse_options, run
 from data import load_blocks, load_texts
 from loop import train
 from models import PLAIN, add_lora, check_scheme, load_config, load_model, load_tokenizer
@@ -56,10 +56,10 @@ def main() -> None:
         describe(accelerator, model, args.max_train_steps, blocks_per_step, block_size)
         return
 
-    folder = Path(args.output_dir)
-    checkpoint = find_checkpoint(args.resume_from_checkpoint, folder)
+    checkpoint = find_checkpoint(args.resume_from_checkpoint, Path(args.output_dir))
     train_blocks, eval_blocks = prepare_blocks(accelerator, tokenizer, block_size, data_args)
     total_steps = args.max_train_steps or count_steps(len(train_blocks), blocks_per_pass, args)
+    folder = make_folder(args.output_dir)
     set_seed(args.seed)
     model = prepare_model(model_args, config, tokenizer)
     connection_parameters = sum(parameter.numel() for parameter in connection_copies(model).values())

@@ -210,6 +210,7 @@ ERRORS = {
     "unknown scheme option": ([*MODEL, "--scheme", "mhc", "--scheme_options", "streams=2"], "no option 'streams'"),
     "scheme option without scheme": ([*MODEL, "--scheme_options", "num_streams=2"], "needs a --scheme"),
     "nothing to train": ([*MODEL, "--train_only_connections"], "--train_only_connections needs a --scheme"),
+    "folder that is a file": ([*MODEL, "--output_dir", "short.txt"], "cannot write to the folder short.txt"),
     "negative rate": ([*MODEL, "--learning_rate", "-1"], "--learning_rate must be at least 0"),
     "another scheme": (["--model_name_or_path", "mhc", "--scheme", "hc"], "already converted to 'mhc', not 'hc'"),
     "options of a converted model": (
@@ -239,7 +240,7 @@ def mistakes(mhc, folder, environment):
     (folder / "empty.txt").touch()
     (folder / "short.txt").write_text("short")
     (folder / "body.jsonl").write_text('{"body": "text"}\n')
-    lines = [[str(RECIPES / "train.py"), *EVAL, *options, "--output_dir", "none"] for options, _ in ERRORS.values()]
+    lines = [[str(RECIPES / "train.py"), *EVAL, "--output_dir", "none", *options] for options, _ in ERRORS.values()]
     result = subprocess.run(
         [sys.executable, "-c", DRIVER],
         cwd=folder,
