@@ -49,8 +49,7 @@ def input_ids(batch: int = 2, length: int = 16) -> torch.Tensor:
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Everything that conversion added, by name."""
-    added = ("_connection.", "connection.", "stream_readout.")
-    return {name: p for name, p in model.named_parameters() if any(part in name for part in added)}
+    return resswap.added_parameters(model)
 
 
 def randomise_connections(model: nn.Module, std: float = 0.3) -> None:
