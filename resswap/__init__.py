@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import hub as hub
 from .conversion import connections, convert, diff, revert
+from .coverage import Support, support
 from .errors import CheckpointError, OptionError, ResswapError, UnsupportedModelError
 from .schemes import Connection, SchemeConfig, available_schemes
 from .training import added_parameters, freeze_base, load_connections, param_groups, save_connections
@@ -28,6 +29,7 @@ __all__ = [
     "ResidualCallback",
     "ResswapError",
     "SchemeConfig",
+    "Support",
     "UnsupportedModelError",
     "added_parameters",
     "available_schemes",
@@ -41,6 +43,7 @@ __all__ = [
     "param_groups",
     "revert",
     "save_connections",
+    "support",
 ]
 
 # These import PEFT and the Trainer, which takes seconds.
