@@ -9,9 +9,9 @@ Importing it lets transformers' Auto classes load models that were saved after a
 from . import hub as hub
 from .conversion import connections, convert, diff, revert
 from .errors import CheckpointError, OptionError, ResswapError, UnsupportedModelError
+from .publishing import push_to_hub
 from .schemes import Connection, SchemeConfig, available_schemes
-
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 __all__ = [
     "CheckpointError",
@@ -24,5 +24,6 @@ __all__ = [
     "connections",
     "convert",
     "diff",
+    "push_to_hub",
     "revert",
 ]

@@ -8,13 +8,26 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from resswap import surgery
 from resswap.auto import register_auto_classes
-from resswap.configuration import describe, described_scheme, family_config_class, residual_config_class
-from resswap.errors import ResswapError, UnsupportedModelError
+from resswap.bundle import bundle
+from resswap.configuration import (
+    Code,
+    describe,
+    described_dtype,
+    described_scheme,
+    family_config_class,
+    residual_config_class,
+)
+from resswap.errors import OptionError, ResswapError, UnsupportedModelError
+from resswap.installation import placed
 from resswap.preconditions import check_convertible, drop_dequantized_flag
+from resswap.publishing import hub_id, published_class, unpublished_class
 from resswap.schemes import Connection, SchemeConfig, scheme_config
+
+logger = logging.get_logger(__name__)
 
 
 def convert(
@@ -29,8 +42,9 @@ def convert(
     Args:
         model: a transformers decoder, with or without a head; not compiled, wrapped or dispatched yet.
         scheme: a key of `resswap.available_schemes()`.
-        param_dtype: dtype of the new parameters; that of the layer's own parameters if not given. The arithmetic of
-            the coefficients is float32 (float64 for a float64 model) in any case.
+        param_dtype: dtype of the new parameters, which they keep whatever the model is cast to or loaded in. If not
+            given, they take that of the layer's own parameters, and follow it. The arithmetic of the coefficients is
+            float32 (float64 for a float64 model) in any case.
         options: the scheme's options, fields of the dataclass in `resswap.available_schemes()`.
 
     Returns:
@@ -41,20 +55,41 @@ def convert(
         UnsupportedModelError: the model cannot be converted; it is left exactly as it was.
     """
     config = scheme_config(scheme, options)
+    if param_dtype is not None and not (param_dtype.is_floating_point and param_dtype.itemsize > 1):
+        raise OptionError(f"param_dtype={param_dtype}; allowed: torch.float32, torch.bfloat16 and such.")
     check_convertible(model)
     family = type(model.config)
     register_auto_classes(family, complete)
     _install(model, config, param_dtype)
     model.config.__class__ = residual_config_class(family)
-    model.config.residual = describe(config, family.model_type)
+    model.config.residual = describe(config, family.model_type, hub_id(model.config.name_or_path), param_dtype)
     drop_dequantized_flag(model)
+    _make_publishable(model, config)
     return model
 
 
 def complete(model: PreTrainedModel) -> None:
     """Install what `model.config.residual` describes in a freshly built model of the family."""
-    if not connections(model):
-        _install(model, described_scheme(model.config.residual), None)
+    if connections(model):
+        return
+    config = described_scheme(model.config.residual)
+    _install(model, config, described_dtype(model.config.residual))
+    _make_publishable(model, config)
+
+
+def _make_publishable(model: PreTrainedModel, config: SchemeConfig) -> None:
+    """Give a converted model what it is saved and pushed with: its own code, tags and a model card."""
+    model.config._residual_code = _code(model, config)
+    model.add_model_tags(["resswap", config.scheme])
+    model.__class__ = published_class(type(model))
+
+
+def _code(model: PreTrainedModel, config: SchemeConfig) -> Code | None:
+    try:
+        return bundle(model, config)
+    except UnsupportedModelError as error:
+        logger.warning(f"The model will be saved without code of its own, and load with resswap only: {error}")
+        return None
 
 
 def revert(model: PreTrainedModel, *, discard_trained: bool = False) -> PreTrainedModel:
@@ -77,12 +112,15 @@ def revert(model: PreTrainedModel, *, discard_trained: bool = False) -> PreTrain
     installed = _installed(model)
     if not discard_trained:
         _check_untrained(model, installed)
+    model.__class__ = unpublished_class(type(model))
+    ours = ("resswap", model.config.residual["scheme"])
+    model.model_tags = [tag for tag in model.model_tags or () if tag not in ours] or None
     for module, names in installed.items():
         for name in names:
             delattr(module, name)
         module.__class__ = surgery.original_class(type(module))
     model.config.__class__ = family_config_class(type(model.config))
-    del model.config.residual
+    del model.config.residual, model.config._residual_code
     return model
 
 
@@ -137,27 +175,19 @@ def _plan(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype
         for layer, rewrite in zip(layers, rewrites, strict=True):
             children = {}
             for site in rewrite.sites:
-                children[site] = _placed(config.connection(index, hidden_size, total), layer, param_dtype)
+                children[site] = placed(config.connection(index, hidden_size, total), layer, param_dtype)
                 index += 1
             new_class = surgery.subclass_with_forward(type(layer), rewrite.text, surgery.checks_checkpointing)
             changes.append(_Change(layer, new_class, children))
         ends = {
-            surgery.EXPAND: _placed(config.expand(hidden_size, total), layers[0], param_dtype),
-            surgery.READOUT: _placed(config.readout(hidden_size, total), layers[-1], param_dtype),
+            surgery.EXPAND: placed(config.expand(hidden_size, total), layers[0], param_dtype),
+            surgery.READOUT: placed(config.readout(hidden_size, total), layers[-1], param_dtype),
         }
     taken = [name for name in ends if hasattr(stack.owner, name)]
     if taken:
         raise UnsupportedModelError(f"{type(stack.owner).__name__} already has an attribute {taken[0]!r}.")
     new_class = surgery.subclass_with_forward(type(stack.owner), stack.text, surgery.collapses_hidden_states)
     return [*changes, _Change(stack.owner, new_class, ends)]
-
-
-def _placed(module: nn.Module, layer: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
-    """The module on the device and in the dtype and the mode of the layer it serves."""
-    like = next((p for p in layer.parameters() if p.is_floating_point() and p.dtype.itemsize > 1), None)
-    device = None if like is None else like.device
-    dtype = param_dtype or (torch.get_default_dtype() if like is None else like.dtype)
-    return module.to(device=device, dtype=dtype).train(layer.training)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from resswap.auto import register_auto_classes
 from resswap.configuration import MODEL_TYPE, residual_config_class, restored
@@ -29,9 +30,15 @@ class ResswapConfig(PreTrainedConfig):
                 f"config.json: residual.base_model_type is {base_model_type!r}, which this version of transformers "
                 "does not know."
             )
+        if base_model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise CheckpointError(f"config.json: residual.base_model_type is {base_model_type!r}, not a decoder.")
+        config_dict.pop("auto_map", None)  # the code that is installed is the one to use
         family = CONFIG_MAPPING[base_model_type]
         register_auto_classes(family, complete)
-        return residual_config_class(family).from_dict(config_dict, **kwargs)
+        try:
+            return residual_config_class(family).from_dict(config_dict, **kwargs)
+        except Exception as error:
+            raise CheckpointError(f"config.json does not describe a {base_model_type} model: {error}") from error
 
 
 AutoConfig.register(MODEL_TYPE, ResswapConfig, exist_ok=True)

@@ -10,7 +10,7 @@ from torch.utils import _pytree
 
 from resswap.ops import depth_attention
 
-from .base import AddBranch, Connection, SchemeConfig, option, register_scheme
+from .base import AddBranch, Connection, ResidualModule, SchemeConfig, option, register_scheme
 
 
 class Sources:
@@ -117,7 +117,7 @@ class DepthConnection(Connection):
         return f"new_source={self.new_source}"
 
 
-class DepthReadout(nn.Module):
+class DepthReadout(ResidualModule):
     """One more depth attention over all sources; hidden states go through as they are."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:

@@ -1,7 +1,9 @@
 """What a scheme is: a dataclass of options that builds the modules of a family of connections."""
 
 import dataclasses
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +15,27 @@ AddBranch = Callable[[Tensor], Any]
 """Takes the branch's output `y` (shape `[batch, seq, hidden]`) and gives the new streams."""
 
 
-class Connection(nn.Module):
+class ResidualModule(nn.Module):
+    """A module that conversion adds. Its parameters follow the model's dtype, or keep their own.
+
+    Attributes:
+        param_dtype: the dtype that the parameters keep when the model is cast, as by `model.to(torch.bfloat16)`.
+            None: they are cast with the model.
+    """
+
+    param_dtype: torch.dtype | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        return super()._apply(fn if self.param_dtype is None else partial(_keep_dtype, fn), recurse)
+
+
+def _keep_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What `fn` does to a tensor, save for a cast."""
+    probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+
+
+class Connection(ResidualModule):
     """The module that takes a residual add's place. Subclasses own their parameters as `nn.Parameter`, no buffers.
 
     Attributes:
@@ -66,7 +88,8 @@ class SchemeConfig:
             value = getattr(self, field.name)
             expected = (int, float) if field.type is float else field.type
             right_type = isinstance(value, expected) and (field.type is bool or not isinstance(value, bool))
-            if not right_type or not field.metadata["check"](value):
+            infinite = isinstance(value, float) and not math.isfinite(value)
+            if not right_type or infinite or not field.metadata["check"](value):
                 raise OptionError(f"{self.scheme}: {field.name}={value!r}; allowed: {field.metadata['allowed']}.")
 
     def expand(self, hidden_size: int, num_connections: int) -> nn.Module:

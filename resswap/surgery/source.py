@@ -187,6 +187,7 @@ def subclass_with_forward(cls: type[nn.Module], text: str, decorator: Callable |
         "__reduce_ex__": lambda self, protocol: (_rebuild, (cls, text, decorator), self.__dict__),
         "forward": forward if decorator is None else decorator(forward),
         "_resswap_text": text,
+        "_resswap_decorator": staticmethod(decorator) if decorator is not None else None,
     }
     return type(cls)(cls.__name__, (cls,), members)
 
@@ -200,6 +201,11 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module]:
 def rewritten_text(cls: type[nn.Module]) -> str | None:
     """The text that `forward` of a rewritten class was compiled from, None for any other class."""
     return getattr(cls, "_resswap_text", None)
+
+
+def rewritten_decorator(cls: type[nn.Module]) -> Callable | None:
+    """What the `forward` of a rewritten class is wrapped in, besides the decorators in its text."""
+    return getattr(cls, "_resswap_decorator", None)
 
 
 def _rebuild(cls: type[nn.Module], text: str, decorator: Callable | None) -> nn.Module:
