@@ -54,7 +54,7 @@ def model_card(
         pipeline_tag="text-generation" if auto_class == "AutoModelForCausalLM" else None,
         tags=["resswap", scheme.scheme, *tags],
         datasets=list(datasets) or None,
-        model_name=repo_id.rpartition("/")[2],
+        model_name=repo_id.rpartition("/")[2] if numbers else None,
         eval_results=[
             EvalResult(
                 task_type="text-generation",

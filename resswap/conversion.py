@@ -81,7 +81,9 @@ def _make_publishable(model: PreTrainedModel, config: SchemeConfig) -> None:
     """Give a converted model what it is saved and pushed with: its own code, tags and a model card."""
     model.config._residual_code = _code(model, config)
     model.add_model_tags(["resswap", config.scheme])
-    model.__class__ = published_class(type(model))
+    for module in model.modules():
+        if module is model or (isinstance(module, PreTrainedModel) and surgery.rewritten_text(type(module))):
+            module.__class__ = published_class(type(module))
 
 
 def _code(model: PreTrainedModel, config: SchemeConfig) -> Code | None:

@@ -10,7 +10,6 @@ import inspect
 import json
 import os
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +65,18 @@ class ConvertedModel:
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """As the family's, but no parameter may be missing, left over, or of another shape."""
         return load_checked(super().from_pretrained, *args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As the family's, with the parameters under their own names."""
+        kwargs.setdefault(
+            "save_original_format", False
+        )  # renaming patterns catch connections: `.mlp.`, mlp_connection
+        super().save_pretrained(*args, **kwargs)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: its parameters are named, stored and initialised as the family's."""
+        return False
 
 
 def install(model: PreTrainedModel, conversion: Conversion) -> None:
@@ -227,7 +238,8 @@ def check_origins(origins: Mapping[str, str], version: str) -> None:
 
 def digest(function: Callable[..., Any]) -> str:
     """A digest of what a function does: comments, docstrings, annotations, quotes and layout do not count."""
-    node = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    source = inspect.getsource(inspect.unwrap(function))
+    node = ast.parse(f"class _:\n{source}" if source[:1].isspace() else source).body[0]
     for child in ast.walk(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
             child.returns = None

@@ -19,6 +19,8 @@ from resswap.configuration import described_scheme
 from resswap.errors import CheckpointError
 from resswap.surgery import rewritten_text
 
+# What an earlier model may have left in the repository: shards that a loader would take for those of this one.
+_REPLACED = ["*.safetensors", "*.safetensors.index.json", "resswap_*.py"]
 # Weights are safetensors; nothing that has to be unpickled is uploaded.
 _LEFT_OUT = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "checkpoint-*", "*/checkpoint-*"]
 
@@ -94,6 +96,7 @@ def push_to_hub(
         repo_id=repo_id,
         folder_path=folder,
         ignore_patterns=left_out,
+        delete_patterns=_REPLACED,
         revision=revision,
         create_pr=create_pr,
         commit_message=commit_message,
@@ -107,7 +110,10 @@ class PublishedModel:
     def save_pretrained(
         self, save_directory: str | os.PathLike, *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """As the family's, with a `README.md` where there is none."""
+        """As the family's, with the parameters under their own names, and a `README.md` where there is none."""
+        kwargs.setdefault(
+            "save_original_format", False
+        )  # renaming patterns catch connections: `.mlp.`, mlp_connection
         hub = {}
         if push_to_hub:
             names = ("repo_id", "private", "revision", "create_pr", "commit_message")

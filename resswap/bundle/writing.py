@@ -7,6 +7,7 @@ import dis
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from types import CodeType, ModuleType
@@ -76,7 +77,7 @@ def modeling_file(
     rewritten = list(dict.fromkeys(classes.values()))
     rewritten.sort(key=lambda cls: issubclass(cls.original, PreTrainedModel))  # layers first
     imports = _Imports()
-    bodies = [_class_text(cls, cls.original in heads.values(), imports) for cls in rewritten]
+    bodies = [_class_text(cls, imports) for cls in rewritten]
     named = {cls.original for cls in rewritten}
     for head in sorted(set(heads.values()) - named, key=lambda cls: cls.__name__):
         bodies.append(f"class {head.__name__}(Converted, {imports.module(head)}.{head.__name__}):\n    pass\n")
@@ -86,11 +87,10 @@ def modeling_file(
     own += [f"from .{flat_name(d.__module__)} import {d.__name__}" for d in decorators]
     owner, list_name, layers = structure
     runs = [(part, len(list(run))) for part, run in groupby(layers)]
-    listed = "".join(
-        f"*[{part}] * {count}," if len(runs) == 1 else f"\n                *[{part}] * {count},"
-        for part, count in runs
+    repeated = [f"*[{part}] * {count}," for part, count in runs]
+    listed = (
+        repeated[0] if len(runs) == 1 else "".join(f"\n                {run}" for run in repeated) + "\n            "
     )
-    listed += "" if len(runs) == 1 else "\n            "
     origin = sys.modules[rewritten[-1].original.__module__]
     return f'''{_notice(origin)}
 #
@@ -124,9 +124,10 @@ def carried_files(files: Iterable[str]) -> str:
     return f"if TYPE_CHECKING:  # not all versions of transformers follow the imports of imported files\n{lines}"
 
 
-def _class_text(cls: Rewritten, is_head: bool, imports: "_Imports") -> str:
+def _class_text(cls: Rewritten, imports: "_Imports") -> str:
     """The subclass of the family's class, with its rewritten methods as they are."""
-    bases = f"{'Converted, ' if is_head else ''}{imports.module(cls.original)}.{cls.original.__name__}"
+    mixin = "Converted, " if issubclass(cls.original, PreTrainedModel) else ""
+    bases = f"{mixin}{imports.module(cls.original)}.{cls.original.__name__}"
     lines = []
     for text in cls.texts:
         method = _method_names(text)[0]
@@ -134,6 +135,8 @@ def _class_text(cls: Rewritten, is_head: bool, imports: "_Imports") -> str:
         holder = next(base for base in cls.original.__mro__ if method in vars(base))
         text = re.sub(r"\bsuper\(\)", f"super({imports.module(holder)}.{holder.__name__}, self)", text)
         imports.add(text, function)
+        if not re.match(r"    \S", text):  # from a class in an `if`
+            text = textwrap.indent(textwrap.dedent(text), "    ")
         wrapped = f"    @{cls.decorator.__name__}\n" if cls.decorator is not None and method == "forward" else ""
         lines.append(wrapped + text.rstrip() + "\n")
     renamed = "" if cls.name == cls.original.__name__ else f'\n\n{cls.name}.__name__ = "{cls.original.__name__}"\n'
