@@ -68,9 +68,7 @@ class ConvertedModel:
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """As the family's, with the parameters under their own names."""
-        kwargs.setdefault(
-            "save_original_format", False
-        )  # renaming patterns catch connections: `.mlp.`, mlp_connection
+        kwargs.setdefault("save_original_format", False)  # a renaming of `.mlp.` catches `mlp_connection`
         super().save_pretrained(*args, **kwargs)
 
     @classmethod

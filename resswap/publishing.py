@@ -111,9 +111,7 @@ class PublishedModel:
         self, save_directory: str | os.PathLike, *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         """As the family's, with the parameters under their own names, and a `README.md` where there is none."""
-        kwargs.setdefault(
-            "save_original_format", False
-        )  # renaming patterns catch connections: `.mlp.`, mlp_connection
+        kwargs.setdefault("save_original_format", False)  # a renaming of `.mlp.` catches `mlp_connection`
         hub = {}
         if push_to_hub:
             names = ("repo_id", "private", "revision", "create_pr", "commit_message")

@@ -1,8 +1,17 @@
 """Tests run on one thread each, so that several can run side by side and results repeat to the bit."""
 
-import pytest
-import torch
-import transformers
+import atexit
+import os
+import shutil
+import tempfile
+
+# Where transformers copies the code of saved models to before it imports it.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 
 @pytest.fixture(scope="session", autouse=True)

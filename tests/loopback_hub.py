@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"type": "user", "name": USER, "orgs": []})
 
     def telemetry(self) -> None:
-        self._json([])
+        self._json({})
 
     def create_repo(self) -> None:
         if not self._authorised():
