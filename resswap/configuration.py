@@ -22,7 +22,10 @@ FORMAT_VERSION = 1
 # A class that is asked for by name, as in LlamaForCausalLM.from_pretrained, does not look at the model type. It does
 # take the name of the weights' file from this field, finds that it is none, and shows it. Tokenizers do not mind.
 _GUARD_FIELD = "transformers_weights"
-_GUARD = "(this checkpoint needs resswap: pip install resswap, import resswap, and load it with an Auto class)"
+_GUARD = (
+    "(this checkpoint needs resswap: pip install resswap, import resswap, and load it with an Auto class; or, to run "
+    "the code that it brings along, load it with an Auto class and trust_remote_code=True)"
+)
 _REQUIRED = {"format_version": int, "base_model_type": str, "scheme": str, "options": dict}
 _OPTIONAL = {"base_model": str, "param_dtype": str}
 _CODE = "_residual_code"

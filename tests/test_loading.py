@@ -1,4 +1,4 @@
-"""What `from_pretrained` offers works for converted models: dtypes, devices and offload, attention, quantised weights."""
+"""What `from_pretrained` offers works for converted models: dtypes, devices, offload, attention, quantised weights."""
 
 import copy
 
@@ -7,12 +7,18 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, cpu_offload, load_checkpoint_in_model
+from accelerate.state import AcceleratorState
 from tiny import SCHEMES, input_ids, logits, new_parameters, randomise_connections, tiny
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import resswap
 
 load = AutoModelForCausalLM.from_pretrained
+
+
+@pytest.fixture(autouse=True)
+def _another_accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module", params=["mhc", "attnres"])
@@ -98,9 +104,6 @@ def test_a_trainer_s_checkpoint_carries_the_code(tmp_path):
         assert torch.equal(logits(load(folder), input_ids()), logits(model.eval(), input_ids()))
 
 
-DTYPES = {torch.float32, torch.bfloat16}
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_without_param_dtype_the_new_parameters_follow_the_model(scheme, tmp_path):
     model = resswap.convert(tiny("llama", dtype=torch.bfloat16), scheme)
@@ -167,9 +170,10 @@ def test_bitsandbytes(saved, bits, tmp_path):
     assert type(model.model.layers[0].mlp.up_proj).__name__ in ("Linear4bit", "Linear8bitLt")
     for name, parameter in new_parameters(model).items():
         assert torch.equal(parameter, dict(saved[1].named_parameters())[name])
+    model.save_pretrained(tmp_path / "again")  # before it runs: bitsandbytes repacks 4-bit weights then, with loss
     expected = logits(model, input_ids())
-    assert (expected - logits(saved[1], input_ids())).abs().mean() < 0.3
-    model.save_pretrained(tmp_path / "again")
+    both = torch.stack([expected.flatten(), logits(saved[1], input_ids()).flatten()])
+    assert torch.corrcoef(both)[0, 1] > 0.6
     assert torch.equal(logits(load(tmp_path / "again"), input_ids()), expected)
 
 
@@ -177,15 +181,16 @@ def test_bitsandbytes(saved, bits, tmp_path):
 def test_converting_a_bitsandbytes_model(bits, tmp_path):
     tiny("llama", intermediate_size=128).save_pretrained(tmp_path / "plain")
     model = load(tmp_path / "plain", quantization_config=BitsAndBytesConfig(**QUANTISED[bits]))
-    before = logits(model, input_ids())
     resswap.convert(model)
-    torch.testing.assert_close(logits(model, input_ids()), before, rtol=2e-2, atol=2e-2)
     randomise_connections(model)
-    expected = logits(model, input_ids())
     model.save_pretrained(tmp_path / "converted")
+    expected = logits(model, input_ids())
     again = load(tmp_path / "converted")
     assert type(again.model.layers[0].mlp.up_proj) is type(model.model.layers[0].mlp.up_proj)
     assert torch.equal(logits(again, input_ids()), expected)
+    plain = load(tmp_path / "plain", quantization_config=BitsAndBytesConfig(**QUANTISED[bits]))
+    before = logits(plain, input_ids())
+    torch.testing.assert_close(logits(resswap.convert(plain), input_ids()), before, rtol=2e-2, atol=2e-2)
 
 
 def write_gguf(path, model):

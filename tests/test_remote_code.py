@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 from processes import run_python
-from tiny import FAMILIES, SCHEMES, input_ids, logits, randomise_connections, tiny
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, SCHEMES, input_ids, logits, new_parameters, randomise_connections, tiny
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports
 from transformers.models.llama import modeling_llama
@@ -66,6 +67,13 @@ CLEAN_PROCESS = """
         "labels": list(classifier(ids).logits.shape),
         "name": [type(model).__name__, type(model.model.layers[0]).__name__, model.config.model_type],
     }
+    half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **load)
+    result["dtypes"] = sorted({str(parameter.dtype) for parameter in half.parameters()})
+    offload = dict(device_map="auto", max_memory={"cpu": 300_000}, offload_folder=again + "_offload")
+    with torch.no_grad():
+        offloaded = AutoModelForCausalLM.from_pretrained(folder, **offload, **load)
+        equal = torch.equal(offloaded(ids, use_cache=False).logits, data["logits"])
+    result["offload"] = ["disk" in offloaded.hf_device_map.values(), equal]
     copy.deepcopy(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -105,6 +113,8 @@ def test_in_a_clean_process(scheme, tmp_path):
         "base": True,
         "generated": True,
         "labels": [2, 3],
+        "dtypes": ["torch.bfloat16"],
+        "offload": [True, True],
         "name": ["LlamaForCausalLM", "LlamaDecoderLayer", "llama"],
         "trained": True,
         "saved again": True,
@@ -135,6 +145,30 @@ def test_own_code_gives_equal_logits_and_gradients_for_every_scheme(scheme, tmp_
     expected = dict(model.named_parameters())
     for name, parameter in own.named_parameters():
         assert torch.equal(parameter.grad, expected[name].grad), name
+
+
+def test_own_code_keeps_param_dtype(tmp_path):
+    model = resswap.convert(tiny("llama"), "attnres", param_dtype=torch.float32).to(torch.bfloat16)
+    randomise_connections(model)
+    model.save_pretrained(tmp_path / "model")
+    own = load_by_own_code(tmp_path / "model")
+    for name, parameter in new_parameters(own.to(torch.float16)).items():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+    assert own.lm_head.weight.dtype == torch.float16
+
+
+def test_own_code_checks_the_weights_too(saved, tmp_path):
+    folder = shutil.copytree(saved[0], tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp_connection.base"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"the weights lack model\.layers\.0\.mlp_connection\.base"):
+        load_by_own_code(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["residual"]["options"]["num_streams"] = 0
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json: residual: mhc: num_streams=0; allowed"):
+        load_by_own_code(folder)
 
 
 def test_layers_of_one_class_that_were_rewritten_differently(tmp_path):
