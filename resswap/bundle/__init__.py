@@ -32,15 +32,13 @@ def bundle(model: PreTrainedModel, scheme: SchemeConfig) -> Code:
         raise UnsupportedModelError(f"{(outside or [family])[0].__name__} is not part of transformers.")
 
     decorators = {rewritten.decorator for rewritten in classes.values()} - {None}
-    files = flatten(
-        [
-            (type(scheme).__module__, type(scheme).__name__),
-            ("resswap.configuration", "ResidualConfigMixin"),
-            *(("resswap.installation", name) for name in ("Conversion", "ConvertedModel", "Part", "check_origins")),
-            *((decorator.__module__, decorator.__name__) for decorator in decorators),
-        ],
-        HEADER,
-    )
+    needed = {
+        (type(scheme).__module__, type(scheme).__name__),
+        ("resswap.configuration", "ResidualConfigMixin"),
+        *(("resswap.installation", name) for name in ("Conversion", "ConvertedModel", "Part", "check_origins")),
+        *((decorator.__module__, decorator.__name__) for decorator in decorators),
+    }
+    files = dict(flatten(frozenset(needed), HEADER))
     carried = carried_files(files)
     files[f"{CONFIGURATION}.py"] = configuration_file(family, scheme, list(classes.values()), carried)
     files[f"{MODELING}.py"] = modeling_file(family, scheme, classes, heads, (owner, list_name, layers), carried)

@@ -3,7 +3,8 @@
 import ast
 import importlib
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from resswap.errors import UnsupportedModelError
@@ -17,7 +18,8 @@ def flat_name(module: str) -> str:
     return module.replace(".", "_")
 
 
-def flatten(wanted: Iterable[tuple[str, str]], header: str) -> dict[str, str]:
+@cache
+def flatten(wanted: frozenset[tuple[str, str]], header: str) -> Mapping[str, str]:
     """The flat files that hold some definitions and everything they need.
 
     Args:
@@ -31,7 +33,7 @@ def flatten(wanted: Iterable[tuple[str, str]], header: str) -> dict[str, str]:
         UnsupportedModelError: a module has no source file, or is imported in a way that cannot be made flat.
     """
     names: dict[str, set[str]] = {}
-    queue = list(wanted)
+    queue = sorted(wanted)
     packages = {module.partition(".")[0] for module, _ in queue}
     texts: dict[str, str] = {}
     while queue:
