@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from processes import run_python
-from tiny import SCHEMES, input_ids, logits, new_parameters, randomise_connections, tiny
+from tiny import SCHEMES, input_ids, load_by_own_code, logits, new_parameters, randomise_connections, tiny
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -167,3 +167,35 @@ def test_pickle_in_a_fresh_process(saved, tmp_path):
     for file in saved[0].iterdir():
         if file.name != "README.md":
             assert (tmp_path / "model" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_a_scheme_defined_elsewhere_is_carried_too(tmp_path, monkeypatch):
+    (tmp_path / "lab_scheme.py").write_text(
+        '"""A scheme of one\'s own."""\n\nfrom dataclasses import dataclass\nfrom functools import partial\n\n'
+        "import torch\nfrom torch import nn\n\n"
+        "from resswap.schemes import Connection, SchemeConfig, option, register_scheme\n\n\n"
+        '@register_scheme\n@dataclass(frozen=True)\nclass GatedConfig(SchemeConfig):\n    scheme = "lab_gated"\n\n'
+        '    start: float = option(1.0, "The gate.", "a number")\n\n'
+        "    def expand(self, hidden_size, num_connections):\n        return nn.Identity()\n\n"
+        "    def connection(self, index, hidden_size, num_connections):\n"
+        "        return Gated(index, self.start)\n\n"
+        "    def readout(self, hidden_size, num_connections):\n        return nn.Identity()\n\n\n"
+        "class Gated(Connection):\n    def __init__(self, index, start):\n        super().__init__(index)\n"
+        "        self.gate = nn.Parameter(torch.tensor([start]))\n\n"
+        "    def forward(self, streams):\n        return streams, partial(_add, streams, self.gate)\n\n\n"
+        "def _add(streams, gate, y):\n    return streams + gate * y\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import lab_scheme  # noqa: F401
+
+    try:
+        model = resswap.convert(tiny("llama"), "lab_gated")
+        randomise_connections(model)
+        model.save_pretrained(tmp_path / "model")
+        assert "from .resswap_schemes_base import" in (tmp_path / "model" / "lab_scheme.py").read_text()
+        own = load_by_own_code(tmp_path / "model")
+        module = type(own.model.layers[0].attn_connection).__module__
+        assert module.startswith("transformers_modules.") and module.endswith(".lab_scheme")
+        assert torch.equal(logits(own, input_ids()), logits(model, input_ids()))
+    finally:
+        resswap.schemes.base._SCHEMES.pop("lab_gated")

@@ -1,8 +1,12 @@
 """Tiny random models of several families, and how tests look at them."""
 
+import json
+from pathlib import Path
+
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import resswap
 
@@ -63,3 +67,9 @@ def randomise_connections(model: nn.Module, std: float = 0.3) -> None:
 @torch.no_grad()
 def logits(model: nn.Module, ids: torch.Tensor, **kwargs) -> torch.Tensor:
     return model(ids, use_cache=False, **kwargs).logits
+
+
+def load_by_own_code(folder: Path, auto_class: str = "AutoModelForCausalLM") -> PreTrainedModel:
+    """What an Auto class does with `trust_remote_code=True` where resswap is not imported."""
+    reference = json.loads((folder / "config.json").read_text())["auto_map"][auto_class]
+    return get_class_from_dynamic_module(reference, folder).from_pretrained(folder).eval()
