@@ -9,7 +9,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from resswap.configuration import residual_config_class
-from resswap.installation import load_checked
+from resswap.loading import load_checked
 
 
 def register_auto_classes(family: type[PreTrainedConfig], complete: Callable[[PreTrainedModel], None]) -> None:

@@ -101,9 +101,14 @@ def described_dtype(residual: dict[str, Any]) -> torch.dtype | None:
     """
     name = residual.get("param_dtype")
     dtype = None if name is None else getattr(torch, name, None)
-    if name is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+    if name is not None and not is_parameter_dtype(dtype):
         raise CheckpointError(f"config.json: residual.param_dtype is {name!r}; allowed: float32, bfloat16 and such.")
     return dtype
+
+
+def is_parameter_dtype(dtype: Any) -> bool:
+    """Whether it is a dtype that parameters can be trained in."""
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
 
 
 class ResidualConfigMixin:

@@ -1,13 +1,13 @@
 """Convert a model's residual connections, and revert them: all or nothing."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from resswap import surgery
@@ -19,13 +19,14 @@ from resswap.configuration import (
     described_dtype,
     described_scheme,
     family_config_class,
+    is_parameter_dtype,
     residual_config_class,
 )
-from resswap.errors import OptionError, ResswapError, UnsupportedModelError
-from resswap.installation import placed
+from resswap.errors import OptionError, UnsupportedModelError
+from resswap.planning import Change, plan_conversion
 from resswap.preconditions import check_convertible, drop_dequantized_flag
 from resswap.publishing import hub_id, published_class, unpublished_class
-from resswap.schemes import Connection, SchemeConfig, scheme_config
+from resswap.schemes import Connection, ResidualModule, SchemeConfig, scheme_config
 
 logger = logging.get_logger(__name__)
 
@@ -55,17 +56,28 @@ def convert(
         UnsupportedModelError: the model cannot be converted; it is left exactly as it was.
     """
     config = scheme_config(scheme, options)
-    if param_dtype is not None and not (param_dtype.is_floating_point and param_dtype.itemsize > 1):
-        raise OptionError(f"param_dtype={param_dtype}; allowed: torch.float32, torch.bfloat16 and such.")
+    if param_dtype is not None and not is_parameter_dtype(param_dtype):
+        raise OptionError(f"param_dtype={param_dtype!r}; allowed: torch.float32, torch.bfloat16 and such.")
     check_convertible(model)
     family = type(model.config)
     register_auto_classes(family, complete)
     _install(model, config, param_dtype)
+    _give_own_config(model)
     model.config.__class__ = residual_config_class(family)
     model.config.residual = describe(config, family.model_type, hub_id(model.config.name_or_path), param_dtype)
     drop_dequantized_flag(model)
     _make_publishable(model, config)
     return model
+
+
+def _give_own_config(model: PreTrainedModel) -> None:
+    """Copy the config for this model: whoever made it may build another model from it, a plain one."""
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                setattr(module, name, copies[id(value)])
 
 
 def complete(model: PreTrainedModel) -> None:
@@ -82,7 +94,9 @@ def _make_publishable(model: PreTrainedModel, config: SchemeConfig) -> None:
     model.config._residual_code = _code(model, config)
     model.add_model_tags(["resswap", config.scheme])
     for module in model.modules():
-        if module is model or (isinstance(module, PreTrainedModel) and surgery.rewritten_text(type(module))):
+        if module is model or (
+            isinstance(module, PreTrainedModel) and surgery.rewritten_methods(type(module)) is not None
+        ):
             module.__class__ = published_class(type(module))
 
 
@@ -113,7 +127,7 @@ def revert(model: PreTrainedModel, *, discard_trained: bool = False) -> PreTrain
         raise UnsupportedModelError(f"{type(model).__name__} is not converted: there is nothing to revert.")
     installed = _installed(model)
     if not discard_trained:
-        _check_untrained(model, installed)
+        _check_untrained(model)
     model.__class__ = unpublished_class(type(model))
     ours = ("resswap", model.config.residual["scheme"])
     model.model_tags = [tag for tag in model.model_tags or () if tag not in ours] or None
@@ -127,7 +141,12 @@ def revert(model: PreTrainedModel, *, discard_trained: bool = False) -> PreTrain
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:
-    """The connections of a model by name, in the order of depth; empty if it is not converted."""
+    """The connections of a model by name, in the order of depth; empty if it is not converted.
+
+    Raises:
+        UnsupportedModelError: it is no model.
+    """
+    _check_is_module(model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, Connection)}
     return dict(sorted(found.items(), key=lambda item: item[1].index))
 
@@ -138,23 +157,20 @@ def diff(model: nn.Module) -> str:
     Raises:
         UnsupportedModelError: the model is not converted.
     """
-    classes = dict.fromkeys(type(module) for module in model.modules() if surgery.rewritten_text(type(module)))
+    _check_is_module(model)
+    classes = dict.fromkeys(type(module) for module in model.modules() if surgery.rewritten_methods(type(module)))
     if not classes:
         raise UnsupportedModelError(f"{type(model).__name__} is not converted: there is no difference to show.")
     return "\n".join(surgery.source_diff(cls) for cls in classes)
 
 
-@dataclass(frozen=True)
-class _Change:
-    """What is to be done to one module: its new class, and the modules to hang on it."""
-
-    module: nn.Module
-    new_class: type[nn.Module]
-    children: dict[str, nn.Module]
+def _check_is_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a model.")
 
 
 def _install(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None) -> None:
-    changes = _plan(model, config, param_dtype)
+    changes = plan_conversion(model, config, param_dtype)
     with _undone_on_error(changes):
         for change in changes:
             for name, child in change.children.items():
@@ -163,37 +179,8 @@ def _install(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dt
             vars(change.module).pop("forward", None)  # what removed hooks leave behind: the old class's forward
 
 
-def _plan(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None) -> list[_Change]:
-    """Every change, without making any."""
-    stack = surgery.find_stack(model)
-    layers = [layer for _, layer in stack.layers()]
-    if len({id(layer) for layer in layers}) < len(layers):
-        raise UnsupportedModelError(f"{type(stack.owner).__name__} runs one layer more than once: not supported.")
-    rewrites = [surgery.rewrite_layer(layer, stack.argument) for layer in layers]
-    hidden_size = model.config.get_text_config(decoder=True).hidden_size
-    total = sum(len(rewrite.sites) for rewrite in rewrites)
-    changes, index = [], 0
-    with torch.device("cpu"):  # initial values are computed even while the model itself is on the meta device
-        for layer, rewrite in zip(layers, rewrites, strict=True):
-            children = {}
-            for site in rewrite.sites:
-                children[site] = placed(config.connection(index, hidden_size, total), layer, param_dtype)
-                index += 1
-            new_class = surgery.subclass_with_forward(type(layer), rewrite.text, surgery.checks_checkpointing)
-            changes.append(_Change(layer, new_class, children))
-        ends = {
-            surgery.EXPAND: placed(config.expand(hidden_size, total), layers[0], param_dtype),
-            surgery.READOUT: placed(config.readout(hidden_size, total), layers[-1], param_dtype),
-        }
-    taken = [name for name in ends if hasattr(stack.owner, name)]
-    if taken:
-        raise UnsupportedModelError(f"{type(stack.owner).__name__} already has an attribute {taken[0]!r}.")
-    new_class = surgery.subclass_with_forward(type(stack.owner), stack.text, surgery.collapses_hidden_states)
-    return [*changes, _Change(stack.owner, new_class, ends)]
-
-
 @contextmanager
-def _undone_on_error(changes: list[_Change]) -> Iterator[None]:
+def _undone_on_error(changes: list[Change]) -> Iterator[None]:
     classes = [type(change.module) for change in changes]
     try:
         yield
@@ -207,32 +194,25 @@ def _undone_on_error(changes: list[_Change]) -> Iterator[None]:
 
 def _installed(model: nn.Module) -> dict[nn.Module, list[str]]:
     """The rewritten modules, with the names of what conversion hung on them."""
-    rewritten = [module for module in model.modules() if surgery.rewritten_text(type(module))]
-    ends = (surgery.EXPAND, surgery.READOUT)
+    rewritten = [module for module in model.modules() if surgery.rewritten_methods(type(module)) is not None]
     return {
-        module: [name for name, child in module.named_children() if isinstance(child, Connection) or name in ends]
+        module: [name for name, child in module.named_children() if isinstance(child, ResidualModule)]
         for module in rewritten
     }
 
 
-def _check_untrained(model: PreTrainedModel, installed: dict[nn.Module, list[str]]) -> None:
-    config = described_scheme(model.config.residual)
-    current = connections(model)
-    hidden_size = model.config.get_text_config(decoder=True).hidden_size
-    fresh = {
-        name: config.connection(connection.index, hidden_size, len(current)) for name, connection in current.items()
-    }
-    readout = next(getattr(module, surgery.READOUT) for module in installed if hasattr(module, surgery.READOUT))
-    pairs = [(name, current[name], module) for name, module in fresh.items()]
-    pairs.append((surgery.READOUT, readout, config.readout(hidden_size, len(current))))
-    for name, module, untrained in pairs:
-        for key, value in untrained.state_dict().items():
-            parameter = module.state_dict()[key]
-            if not torch.equal(parameter, value.to(parameter)):
-                raise UnsupportedModelError(
-                    f"{name}.{key} has changed since conversion: reverting would throw it away. "
-                    "Pass discard_trained=True to do so."
-                )
-
-
-__all__ = ["ResswapError", "complete", "connections", "convert", "diff", "revert"]
+def _check_untrained(model: PreTrainedModel) -> None:
+    """Compare every new parameter with that of a fresh conversion of the same model."""
+    residual = model.config.residual
+    untouched = copy.deepcopy(model)
+    revert(untouched, discard_trained=True)
+    _install(untouched, described_scheme(residual), described_dtype(residual))
+    fresh = dict(untouched.named_modules())
+    for name, module in model.named_modules():
+        if isinstance(module, ResidualModule):
+            for key, value in module.named_parameters():
+                if not torch.equal(value, fresh[name].get_parameter(key).to(value)):
+                    raise UnsupportedModelError(
+                        f"{name}.{key} has changed since conversion: reverting would throw it away. "
+                        "Pass discard_trained=True to do so."
+                    )

@@ -1,4 +1,4 @@
-"""Put connections into a model whose rewritten classes are known, and load such a model without losing a parameter.
+"""Put connections into a model whose rewritten classes are known.
 
 This file travels with saved models: it imports nothing but the standard library, torch and transformers.
 """
@@ -7,46 +7,67 @@ import ast
 import hashlib
 import importlib
 import inspect
-import json
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import load_state_dict
-from transformers.utils import cached_file
 
 from resswap.configuration import described_dtype, described_scheme
-from resswap.errors import CheckpointError, ResswapError, UnsupportedModelError
-from resswap.schemes.base import Connection, ResidualModule
-from resswap.surgery import EXPAND, READOUT
+from resswap.errors import CheckpointError, UnsupportedModelError
+from resswap.loading import load_checked
+from resswap.schemes.base import Place, ResidualModule, SchemeConfig
+from resswap.surgery import EXPAND, MAP, READOUT
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a new module goes, and what for.
+
+    Attributes:
+        name: its attribute of a layer, or of a module in the layer ("output.connection").
+        kind: "connection"; or "norm" or "linear", what a map applies to the streams.
+        begins: whether the streams have just begun, at the start of the stack or by a norm.
+    """
+
+    name: str
+    kind: str = "connection"
+    begins: bool = False
 
 
 @dataclass(frozen=True)
 class Part:
-    """How one module of the stack is converted.
+    """How one module is converted.
 
     Attributes:
         classes: the new class of the module (key "") and of modules inside it (by their names in it).
-        connections: the names of the connections in it, in the order in which they run.
+        slots: what is new in it, in the order in which it runs.
     """
 
     classes: dict[str, type[nn.Module]]
-    connections: tuple[str, ...] = ()
+    slots: tuple[Slot, ...] = ()
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a stack of layers is converted: the module that owns it, the name of its list of layers, and each layer."""
+    """How a stack of layers is converted.
 
-    owner: Part
+    Attributes:
+        model: the innermost `PreTrainedModel` around the stack, with all that changes outside the layers.
+        owner: the name in it of the module that runs the layers; "" if that is the model itself.
+        list_name: the owner's attribute that holds the layers.
+        layers: how each layer is converted.
+        maps: what the owner applies to the streams between layers: "linear", "norm" or nothing ("").
+    """
+
+    model: Part
+    owner: str
     list_name: str
     layers: tuple[Part, ...]
+    maps: str = ""
 
 
 class ConvertedModel:
@@ -66,11 +87,6 @@ class ConvertedModel:
         """As the family's, but no parameter may be missing, left over, or of another shape."""
         return load_checked(super().from_pretrained, *args, **kwargs)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As the family's, with the parameters under their own names."""
-        kwargs.setdefault("save_original_format", False)  # a renaming of `.mlp.` catches `mlp_connection`
-        super().save_pretrained(*args, **kwargs)
-
     @classmethod
     def is_custom_code(cls) -> bool:
         """No: its parameters are named, stored and initialised as the family's."""
@@ -80,34 +96,31 @@ class ConvertedModel:
 def install(model: PreTrainedModel, conversion: Conversion) -> None:
     """Give a freshly built plain model its new classes and, as `model.config.residual` says, its connections."""
     scheme, param_dtype = described_scheme(model.config.residual), described_dtype(model.config.residual)
-    owner = _find_owner(model, conversion.owner.classes[""])
-    layers = list(getattr(owner, conversion.list_name))
-    if len(layers) != len(conversion.layers):
+    around = _find_model(model, conversion.model.classes[""])
+    owner = around.get_submodule(conversion.owner)
+    layers, parts = list(getattr(owner, conversion.list_name)), conversion.layers
+    if len(layers) != len(parts):
         raise CheckpointError(
-            f"config.json asks for {len(layers)} layers, and modeling_resswap.py describes {len(conversion.layers)}."
+            f"config.json asks for {len(layers)} layers, and modeling_resswap.py describes {len(parts)}."
         )
     hidden_size = model.config.get_text_config(decoder=True).hidden_size
-    total, index = sum(len(part.connections) for part in conversion.layers), 0
-    with torch.device("cpu"):  # initial values are computed even while the model itself is on the meta device
-        for layer, part in zip(layers, conversion.layers, strict=True):
-            for name in part.connections:
-                parent, _, attribute = name.rpartition(".")
-                connection = scheme.connection(index, hidden_size, total)
-                layer.get_submodule(parent).add_module(attribute, placed(connection, layer, param_dtype))
-                index += 1
-        owner.add_module(EXPAND, placed(scheme.expand(hidden_size, total), layers[0], param_dtype))
-        owner.add_module(READOUT, placed(scheme.readout(hidden_size, total), layers[-1], param_dtype))
-    for module, part in [(owner, conversion.owner), *zip(layers, conversion.layers, strict=True)]:
+    made = modules_of_layers(scheme, hidden_size, layers, [part.slots for part in parts], param_dtype)
+    for layer, part, new_modules in zip(layers, parts, made, strict=True):
+        for slot, new in zip(part.slots, new_modules, strict=True):
+            parent, _, attribute = slot.name.rpartition(".")
+            layer.get_submodule(parent).add_module(attribute, new)
+    for name, new in modules_of_owner(scheme, hidden_size, layers, conversion.maps, param_dtype).items():
+        owner.add_module(name, new)
+    for module, part in [(around, conversion.model), *zip(layers, parts, strict=True)]:
         for name, new_class in part.classes.items():
             submodule = module.get_submodule(name)
             if not isinstance(submodule, new_class):
                 submodule.__class__ = new_class
-    if isinstance(owner, PreTrainedModel):
-        # transformers looks up what a model can record by its class, and learns it when one is initialised.
-        PreTrainedModel.__init__(type(owner).__new__(type(owner)), owner.config)
+    # transformers looks up what a model can record by its class, and learns it when one is initialised.
+    PreTrainedModel.__init__(type(around).__new__(type(around)), around.config)
 
 
-def _find_owner(model: PreTrainedModel, new_class: type[nn.Module]) -> nn.Module:
+def _find_model(model: PreTrainedModel, new_class: type[nn.Module]) -> nn.Module:
     original = new_class.__bases__[-1]
     found = [module for module in model.modules() if isinstance(module, new_class) or type(module) is original]
     if len(found) > 1:
@@ -118,7 +131,48 @@ def _find_owner(model: PreTrainedModel, new_class: type[nn.Module]) -> nn.Module
     return found[0]
 
 
-def placed(module: nn.Module, layer: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
+def modules_of_layers(
+    scheme: SchemeConfig,
+    hidden_size: int,
+    layers: Sequence[nn.Module],
+    slots: Sequence[Sequence[Slot]],
+    param_dtype: torch.dtype | None,
+) -> list[list[ResidualModule]]:
+    """The new modules of each layer, one for each of its slots."""
+    total = sum(slot.kind == "connection" for of_layer in slots for slot in of_layer)
+    index, made = 0, []
+    for layer, of_layer in zip(layers, slots, strict=True):
+        made.append([])
+        for slot in of_layer:
+            with torch.device("cpu"):  # initial values are computed even while the model is on the meta device
+                if slot.kind == "connection":
+                    new = scheme.connection(Place(hidden_size, index, total, slot.begins))
+                    index += 1
+                else:
+                    new = scheme.stream_map(hidden_size, is_norm=slot.kind == "norm")
+            new.kind, new.begins = slot.kind, slot.begins
+            made[-1].append(_placed(new, layer, param_dtype))
+    return made
+
+
+def modules_of_owner(
+    scheme: SchemeConfig,
+    hidden_size: int,
+    layers: Sequence[nn.Module],
+    maps: str,
+    param_dtype: torch.dtype | None,
+) -> dict[str, ResidualModule]:
+    """The new modules of the module that runs the layers, by name."""
+    with torch.device("cpu"):
+        made = {EXPAND: scheme.expand(), READOUT: scheme.readout(hidden_size)}
+        if maps:
+            made[MAP] = scheme.stream_map(hidden_size, is_norm=maps == "norm")
+            made[MAP].kind = maps
+    last = {READOUT: layers[-1]}
+    return {name: _placed(new, last.get(name, layers[0]), param_dtype) for name, new in made.items()}
+
+
+def _placed(module: ResidualModule, layer: nn.Module, param_dtype: torch.dtype | None) -> ResidualModule:
     """The module on the device and in the mode of the layer it serves.
 
     Args:
@@ -130,81 +184,8 @@ def placed(module: nn.Module, layer: nn.Module, param_dtype: torch.dtype | None)
     device = None if like is None else like.device
     dtype = param_dtype or (torch.get_default_dtype() if like is None else like.dtype)
     module = module.to(device=device, dtype=dtype).train(layer.training)
-    if isinstance(module, ResidualModule):
-        module.param_dtype = param_dtype
+    module.param_dtype = param_dtype
     return module
-
-
-def load_checked(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a `from_pretrained`, and refuse what it would repair with random numbers or leave out.
-
-    Raises:
-        CheckpointError: a file is damaged, or a tensor is missing, left over, or of another shape than described.
-    """
-    path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    wants_info = kwargs.pop("output_loading_info", False)
-    may_differ = kwargs.pop("ignore_mismatched_sizes", False)
-    try:
-        model, info = load(*args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
-    except Exception as error:
-        damaged = None if isinstance(error, ResswapError) else _damaged_file(path, kwargs)
-        if damaged is None:
-            raise
-        raise CheckpointError(f"{damaged} is damaged or incomplete: {error}") from error
-    _check_loaded(model, info, path, may_differ)
-    return (model, info) if wants_info else model
-
-
-def _check_loaded(model: PreTrainedModel, info: Mapping[str, Any], path: Any, may_differ: bool) -> None:
-    """A head may be new or left over where another one is asked for; the decoder has to be the one described."""
-    added = tuple(f"{name}." for name, module in model.named_modules() if _is_added(name, module))
-    same_head = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
-    prefix = model.base_model_prefix
-    base = model.base_model
-    inner = f"{prefix}." if base is not model else ""
-    names_in_base = {name for name, _ in base.named_children()} | {prefix}
-
-    for name in sorted(info["missing_keys"]):
-        if same_head or name.startswith(inner):
-            raise CheckpointError(f"{path}: the weights lack {name}, which config.json asks for.")
-    for name in sorted(info["unexpected_keys"]):
-        if same_head or name.partition(".")[0] in names_in_base:
-            raise CheckpointError(f"{path}: the weights have {name}, which config.json does not ask for.")
-    for name, saved, expected in sorted(info["mismatched_keys"], key=lambda key: key[0]):
-        if not may_differ or name.startswith(added):
-            raise CheckpointError(
-                f"{path}: {name} has the shape {tuple(saved)} in the weights, and {tuple(expected)} by config.json."
-            )
-
-
-def _is_added(name: str, module: nn.Module) -> bool:
-    return isinstance(module, Connection) or name.rpartition(".")[2] in (EXPAND, READOUT)
-
-
-def _damaged_file(path: Any, kwargs: Mapping[str, Any]) -> Path | None:
-    """The first of a model's files that cannot be read."""
-    for file in _weight_files(path, kwargs):
-        try:
-            if file.suffix == ".json":
-                json.loads(file.read_text(encoding="utf-8"))
-            else:
-                load_state_dict(str(file), map_location="meta")
-        except Exception:
-            return file
-    return None
-
-
-def _weight_files(path: Any, kwargs: Mapping[str, Any]) -> Iterator[Path]:
-    if not isinstance(path, (str, os.PathLike)):
-        return
-    folder = Path(path)
-    if not folder.is_dir():
-        names = {key: kwargs[key] for key in ("cache_dir", "revision", "token") if key in kwargs}
-        config = cached_file(path, "config.json", local_files_only=True, **names)
-        folder = Path(config).parent
-    folder = folder / kwargs.get("subfolder", "")
-    yield from sorted(folder.glob("*.safetensors.index.json"))
-    yield from sorted(folder.glob("*.safetensors"))
 
 
 def check_origins(origins: Mapping[str, str], version: str) -> None:

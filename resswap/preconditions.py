@@ -1,12 +1,28 @@
 """What state a model must be in to be converted."""
 
+import inspect
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from resswap.errors import UnsupportedModelError
-from resswap.surgery import rewritten_text
+from resswap.schemes import Connection
+from resswap.surgery import rewritten_methods
+
+OWN_MECHANISMS = {
+    "deepseek_v4": "manifold-constrained hyper-connections",
+    "gemma3n": "alternating updates (AltUp) of several streams",
+    "gemma3n_text": "alternating updates (AltUp) of several streams",
+    "hy_v4": "hyper-connections",
+    "inkling2_text": "attention over blocks of residuals",
+    "inkling2_loop_text": "attention over blocks of residuals",
+    "qwen4_exp": "gated hyper-connections",
+    "qwen4_exp_text": "gated hyper-connections",
+    "reformer": "reversible residual layers",
+}
+"""Model types whose layers do not add to one residual stream, and what they do instead."""
 
 
 def check_convertible(model: object) -> None:
@@ -24,11 +40,20 @@ def check_convertible(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"{name} is not a transformers PreTrainedModel.")
     types = {model.config.model_type, model.config.get_text_config(decoder=True).model_type}
-    if types <= set(CONFIG_MAPPING_NAMES) and not types & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    known = types <= set(CONFIG_MAPPING_NAMES)
+    if known and not types & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) and not model.can_generate():
         raise UnsupportedModelError(f"{name} is not a decoder: transformers has no causal language model of its type.")
+    own = next((OWN_MECHANISMS[kind] for kind in types if kind in OWN_MECHANISMS), None)
+    if own is not None:
+        raise UnsupportedModelError(f"{_layer_class(model)} has a residual mechanism of its own: {own}.")
+    if hasattr(model.config, "residual") and not any(isinstance(m, Connection) for m in model.modules()):
+        raise UnsupportedModelError(
+            f"The config of this {name} describes a conversion, but the model has no connections: build it with "
+            "AutoModelForCausalLM.from_config(config) to get a converted model, or from a plain config."
+        )
     for path, module in model.named_modules():
         where = f"{path or 'the model'} ({type(module).__name__})"
-        if rewritten_text(type(module)):
+        if rewritten_methods(type(module)):
             raise UnsupportedModelError(f"{name} is already converted at {where}: call resswap.revert(model) first.")
         if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
             raise UnsupportedModelError(f"{where} is compiled: convert first, then compile.")
@@ -57,6 +82,13 @@ def _wrapped_model(model: object) -> nn.Module | None:
         if isinstance(inner, nn.Module):
             return inner
     return None
+
+
+def _layer_class(model: PreTrainedModel) -> str:
+    """The class of the model's layers and where it is defined."""
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m))
+    cls = type(layers[0])
+    return f"{cls.__module__}.{cls.__qualname__} (line {inspect.getsourcelines(cls)[1]})"
 
 
 def _replaced_forward(module: nn.Module) -> bool:

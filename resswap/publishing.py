@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from resswap.card import is_own_card, model_card
 from resswap.configuration import described_scheme
 from resswap.errors import CheckpointError
-from resswap.surgery import rewritten_text
+from resswap.surgery import rewritten_methods
 
 # What an earlier model may have left in the repository: shards that a loader would take for those of this one.
 _REPLACED = ["*.safetensors", "*.safetensors.index.json", "resswap_*.py"]
@@ -110,8 +110,7 @@ class PublishedModel:
     def save_pretrained(
         self, save_directory: str | os.PathLike, *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """As the family's, with the parameters under their own names, and a `README.md` where there is none."""
-        kwargs.setdefault("save_original_format", False)  # a renaming of `.mlp.` catches `mlp_connection`
+        """As the family's, with a `README.md` where there is none."""
         hub = {}
         if push_to_hub:
             names = ("repo_id", "private", "revision", "create_pr", "commit_message")
@@ -155,7 +154,7 @@ class PublishedModel:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         base = unpublished_class(type(self))
-        if rewritten_text(base):
+        if rewritten_methods(base) is not None:
             make, arguments, *state = base.__reduce_ex__(self, protocol)
         else:
             make, arguments, state = copyreg.__newobj__, (base,), [vars(self)]

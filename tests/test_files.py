@@ -173,17 +173,17 @@ def test_a_scheme_defined_elsewhere_is_carried_too(tmp_path, monkeypatch):
     (tmp_path / "lab_scheme.py").write_text(
         '"""A scheme of one\'s own."""\n\nfrom dataclasses import dataclass\nfrom functools import partial\n\n'
         "import torch\nfrom torch import nn\n\n"
-        "from resswap.schemes import Connection, SchemeConfig, option, register_scheme\n\n\n"
+        "from resswap.schemes import Add, Connection, ResidualModule, SchemeConfig, option, register_scheme\n\n\n"
         '@register_scheme\n@dataclass(frozen=True)\nclass GatedConfig(SchemeConfig):\n    scheme = "lab_gated"\n\n'
         '    start: float = option(1.0, "The gate.", "a number")\n\n'
-        "    def expand(self, hidden_size, num_connections):\n        return nn.Identity()\n\n"
-        "    def connection(self, index, hidden_size, num_connections):\n"
-        "        return Gated(index, self.start)\n\n"
-        "    def readout(self, hidden_size, num_connections):\n        return nn.Identity()\n\n\n"
+        "    def expand(self):\n        return Same()\n\n"
+        "    def connection(self, place):\n        return Gated(place.index, self.start)\n\n"
+        "    def readout(self, hidden_size):\n        return Same()\n\n\n"
+        "class Same(ResidualModule):\n    def forward(self, streams):\n        return streams\n\n\n"
         "class Gated(Connection):\n    def __init__(self, index, start):\n        super().__init__(index)\n"
         "        self.gate = nn.Parameter(torch.tensor([start]))\n\n"
-        "    def forward(self, streams):\n        return streams, partial(_add, streams, self.gate)\n\n\n"
-        "def _add(streams, gate, y):\n    return streams + gate * y\n"
+        "    def forward(self, streams):\n        return streams, Add(streams, partial(_add, self.gate))\n\n\n"
+        "def _add(gate, streams, y):\n    return streams + gate * y\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     import lab_scheme  # noqa: F401

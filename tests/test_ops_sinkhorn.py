@@ -65,7 +65,7 @@ def test_extreme_logits_and_gradients(compiled):
     out.backward(grad)
     assert out.isfinite().all() and x.grad.isfinite().all()
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)
-    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=0, atol=1e-6 * 1e4)
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=0, atol=3e-6 * 1e4)
 
 
 def test_logits_beyond_the_range_of_exp():

@@ -10,6 +10,7 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4DecoderLayer, DeepseekV4HyperConnection
 
 import resswap
+from resswap.schemes import Place
 
 HIDDEN, STREAMS = 32, 4
 
@@ -20,7 +21,7 @@ def deepseek_connection(hc_eps, dtype):
     for name, parameter in theirs.named_parameters():
         torch.nn.init.normal_(parameter, std=(STREAMS * HIDDEN) ** -0.5 if name == "fn" else 1.0)
     config = resswap.available_schemes()["mhc"](num_streams=STREAMS, sinkhorn_iters=config.hc_sinkhorn_iters, eps=1e-6)
-    ours = config.connection(0, HIDDEN, 2).to(dtype)
+    ours = config.connection(Place(HIDDEN, 0, 2, begins=True)).to(dtype)
     ours.load_state_dict(theirs.state_dict())
     return theirs, ours
 
@@ -127,7 +128,7 @@ def test_attention_residuals_equal_the_formula(num_blocks):
 def test_dynamic_hyper_connections_equal_the_paper(tanh):
     """arXiv 2409.19606, eq. 10 to 14, in its matrix form: H' = B^T y + A_r^T H, x = A_m^T H."""
     config = resswap.available_schemes()["hc"](num_streams=3, tanh=tanh)
-    connection = config.connection(1, HIDDEN, 4).double()
+    connection = config.connection(Place(HIDDEN, 1, 4, begins=False)).double()
     for parameter in connection.parameters():
         torch.nn.init.normal_(parameter)
     streams, y = torch.randn(3, HIDDEN).double(), torch.randn(HIDDEN).double()

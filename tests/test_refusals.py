@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import SCHEMES, input_ids, logits, randomise_connections, tiny
-from transformers import BertConfig, BertModel, DeepseekV4Config, DeepseekV4ForCausalLM, ViTConfig, ViTModel
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, ViTConfig, ViTModel, XLNetConfig, XLNetLMHeadModel
 
 import resswap
 from resswap.schemes.mhc import MHCConfig
@@ -72,8 +72,8 @@ def test_not_a_model(thing):
     [
         (ViTModel(ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)), "is not a decoder"),
         (
-            BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)),
-            r"BertLayer\.forward .*line \d+",
+            XLNetLMHeadModel(XLNetConfig(d_model=32, n_layer=1, n_head=2, d_inner=64, vocab_size=64)),
+            r"XLNetLayer\.forward .*line \d+",
         ),
     ],
 )
@@ -88,7 +88,9 @@ def test_a_model_with_a_residual_mechanism_of_its_own():
     kwargs = dict(hidden_size=64, num_hidden_layers=1, vocab_size=64, num_attention_heads=2, moe_intermediate_size=16)
     model = DeepseekV4ForCausalLM(DeepseekV4Config(**kwargs, n_routed_experts=2, num_experts_per_tok=1))
     before = snapshot(model)
-    with pytest.raises(resswap.UnsupportedModelError, match=r"DeepseekV4DecoderLayer\.forward .*line \d+"):
+    with pytest.raises(
+        resswap.UnsupportedModelError, match=r"DeepseekV4DecoderLayer \(line \d+\) has a residual mechanism"
+    ):
         resswap.convert(model)
     assert_unchanged(model, before)
 
@@ -157,10 +159,10 @@ def test_an_error_at_the_last_layer_leaves_nothing_behind(monkeypatch):
     before, expected = snapshot(model), logits(model, ids)
     make = MHCConfig.connection
 
-    def fails_at_the_end(self, index, *args):
-        if index == 5:
+    def fails_at_the_end(self, place):
+        if place.index == 5:
             raise RuntimeError("out of memory")
-        return make(self, index, *args)
+        return make(self, place)
 
     monkeypatch.setattr(MHCConfig, "connection", fails_at_the_end)
     with pytest.raises(RuntimeError, match="out of memory"):

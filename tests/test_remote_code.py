@@ -169,10 +169,11 @@ def test_layers_of_one_class_that_were_rewritten_differently(tmp_path):
     """Conditions are decided for each layer, so one class may be rewritten in several ways; here by a comment."""
     model = converted("mixtral")
     layer = model.model.layers[1]
-    text = resswap.surgery.rewritten_text(type(layer))
+    [(name, text)] = resswap.surgery.rewritten_methods(type(layer))
     original = resswap.surgery.original_class(type(layer))
     decorator = resswap.surgery.rewritten_decorator(type(layer))
-    layer.__class__ = resswap.surgery.subclass_with_forward(original, f"{text.rstrip()}  # another\n", decorator)
+    methods = ((name, f"{text.rstrip()}  # another\n"),)
+    layer.__class__ = resswap.surgery.rewritten_class(original, methods, decorator)
     code = resswap.bundle.bundle(model, resswap.configuration.described_scheme(model.config.residual))
     written = code.files["modeling_resswap.py"]
     assert "class MixtralDecoderLayer_2(modeling_mixtral.MixtralDecoderLayer):" in written

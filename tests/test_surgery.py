@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from resswap.errors import UnsupportedModelError
-from resswap.surgery import original_class, rewrite_layer, source_diff, subclass_with_forward
+from resswap.schemes.base import Add, StreamMap
+from resswap.surgery import original_class, rewrite_layer, rewritten_class, source_diff
 
 
 class Base(nn.Module):
@@ -178,6 +179,101 @@ class Inherits(Plain):
     pass
 
 
+class PostNorm(Base):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.norm(residual + self.self_attn(hidden_states))
+        residual = hidden_states
+        hidden_states = residual + self.mlp(hidden_states)
+        hidden_states = self.norm(hidden_states)
+        return hidden_states
+
+
+class ScaledStream(Base):
+    def forward(self, hidden_states):
+        residual = hidden_states
+        hidden_states = self.self_attn(self.norm(hidden_states))
+        hidden_states = self.scale * residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.mlp(self.norm(hidden_states))
+        residual = residual.to(torch.float32)
+        hidden_states = residual + hidden_states
+        hidden_states *= self.scale + 1
+        return hidden_states
+
+
+class Reshaped(Base):
+    def forward(self, hidden_states):
+        shape = hidden_states.shape
+        hidden_states = hidden_states.reshape(-1, hidden_states.size(-1))
+        residual = hidden_states
+        hidden_states = self.mlp(self.norm(hidden_states))
+        hidden_states = (residual + hidden_states).view(shape)
+        return hidden_states
+
+
+class UsedAfterASum(Base):
+    def forward(self, hidden_states, other=None):
+        residual = hidden_states
+        hidden_states = hidden_states + other if other is not None else hidden_states
+        hidden_states = self.mlp(self.norm(hidden_states))
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+
+def scaled_add(x, residual, scale):
+    x = scale * x
+    if residual is not None:
+        x = residual * 0.5 + x
+    return x
+
+
+class Helper(Base):
+    def forward(self, hidden_states):
+        hidden_states = scaled_add(self.self_attn(self.norm(hidden_states)), hidden_states, self.scale)
+        hidden_states = scaled_add(self.mlp(hidden_states), residual=hidden_states, scale=2.0)
+        return hidden_states
+
+
+class OutputModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, hidden_states, input_tensor):
+        return self.norm(self.dense(hidden_states) + input_tensor)
+
+
+class AttentionModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.output = OutputModule()
+
+    def forward(self, hidden_states):
+        attended = self.inner(hidden_states)
+        attended = self.output(attended, hidden_states)
+        return attended, None
+
+
+class BertLike(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = AttentionModule()
+        self.intermediate = nn.Linear(8, 8)
+        self.output = OutputModule()
+
+    def forward(self, hidden_states):
+        outputs = self.attention(hidden_states)
+        attended = outputs[0]
+        hidden_states = self.chunk(attended)
+        return (hidden_states,) + outputs[1:]
+
+    def chunk(self, attention_output):
+        return self.output(self.intermediate(attention_output), attention_output)
+
+
 class PlainAdd(nn.Module):
     """A connection that is the residual add itself, and counts its adds."""
 
@@ -186,18 +282,19 @@ class PlainAdd(nn.Module):
         self.adds = 0
 
     def forward(self, streams):
-        def add(y):
-            self.adds += 1
-            return streams + y
+        return streams.mean(-2), Add(streams, self.write)
 
-        return streams, add
+    def write(self, streams, y):
+        self.adds += 1
+        return streams + y.unsqueeze(-2)
 
 
 def operated(layer, argument=0):
     rewrite = rewrite_layer(layer, argument)
     for site in rewrite.sites:
-        layer.add_module(site, PlainAdd())
-    layer.__class__ = subclass_with_forward(type(layer), rewrite.text)
+        site.module.add_module(site.name, PlainAdd() if site.kind == "connection" else StreamMap())
+    for module, methods in rewrite.methods.items():
+        module.__class__ = rewritten_class(type(module), tuple(methods.items()))
     return rewrite
 
 
@@ -217,6 +314,12 @@ def operated(layer, argument=0):
         (MaybeNothing, ["mlp_connection"]),
         (CallsSuper, ["connection"]),
         (Decorated, ["mlp_connection"]),
+        (PostNorm, ["attn_connection", "norm_map", "mlp_connection", "norm_map_1"]),
+        (ScaledStream, ["attn_connection", "mlp_connection", "stream_map"]),
+        (Reshaped, ["stream_map", "stream_map_1", "mlp_connection", "stream_map_2"]),
+        (UsedAfterASum, ["mlp_connection"]),
+        (Helper, ["attn_connection", "mlp_connection"]),
+        (BertLike, ["output_connection", "norm_map", "output_connection", "norm_map"]),
     ],
 )
 @pytest.mark.parametrize("other", [None, 0.7])
@@ -225,14 +328,15 @@ def test_each_add_is_a_connection_and_the_function_stays(layer_class, sites, oth
     arguments = (x.clone(), other) if "other" in layer_class.forward.__code__.co_varnames else (x.clone(),)
     expected = layer(*arguments)
     rewrite = operated(layer)
-    assert list(rewrite.sites) == sites
-    actual = layer(x.clone(), *arguments[1:])
-    actual, expected = (value[0] if isinstance(value, tuple) else value for value in (actual, expected))
-    torch.testing.assert_close(actual, expected)
-    executed = {site: getattr(layer, site).adds for site in sites}
+    assert [site.name for site in rewrite.sites] == sites
+    actual = layer(torch.stack([x, x], dim=-2), *arguments[1:])  # two streams
+    actual, expected = (value[0] if isinstance(value, (tuple, list)) else value for value in (actual, expected))
+    torch.testing.assert_close(actual, torch.stack([expected, expected], dim=-2))
     optional = {CallArguments: "mlp_connection", MaybeNothing: "mlp_connection"}.get(layer_class)
-    for site, adds in executed.items():
-        assert adds == (0 if site == optional and other is None else 1)
+    for site in rewrite.sites:
+        if site.kind == "connection":
+            adds = getattr(site.module, site.name).adds
+            assert adds == (0 if site.name == optional and other is None else 1)
 
 
 def test_the_rewritten_text_keeps_comments_and_layout():
@@ -270,23 +374,8 @@ def test_tracebacks_show_the_rewritten_line():
     layer = Plain()
     operated(layer)
     with pytest.raises(RuntimeError) as caught:
-        layer(torch.randn(2, 3, 7))
+        layer(torch.randn(2, 3, 2, 7))
     assert "self.norm(hidden_states)" in "".join(traceback.format_tb(caught.tb))
-
-
-class NormedStream(Base):
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = self.norm(residual + self.mlp(hidden_states))
-        return hidden_states
-
-
-class ReturnsSomethingElse(Base):
-    def forward(self, hidden_states):
-        residual = hidden_states
-        hidden_states = residual + self.mlp(hidden_states)
-        hidden_states = self.norm(hidden_states)
-        return hidden_states
 
 
 class OneOfTwo(Base):
@@ -325,6 +414,12 @@ class StoredAway(Base):
         return hidden_states
 
 
+class BiasOnTheStream(Base):
+    def forward(self, hidden_states):
+        hidden_states = hidden_states + self.mlp.bias
+        return hidden_states
+
+
 class Returnless(Base):
     def forward(self, hidden_states):
         hidden_states = hidden_states + self.mlp(hidden_states)
@@ -333,8 +428,7 @@ class Returnless(Base):
 @pytest.mark.parametrize(
     ("layer_class", "line"),
     [
-        (NormedStream, "residual + self.mlp(hidden_states)"),
-        (ReturnsSomethingElse, "return hidden_states"),
+        (BiasOnTheStream, "hidden_states + self.mlp.bias"),
         (OneOfTwo, "return hidden_states"),
         (NoAdd, ""),
         (AddInALoop, "hidden_states"),
@@ -350,6 +444,32 @@ def test_what_cannot_be_followed_is_an_error_with_class_line_and_source(layer_cl
     assert f"{layer_class.__name__}.forward" in message
     if line:
         assert f'"{line}"' in message and "test_surgery.py, line" in message
+
+
+def test_a_post_norm_and_submodules_as_text():
+    layer = BertLike()
+    operated(layer)
+    changed = [line[1:].strip() for line in source_diff(type(layer.output)).splitlines()[3:] if line[0] in "+-"]
+    assert changed == [
+        "return self.norm(self.dense(hidden_states) + input_tensor)",
+        "return self.norm_map(input_tensor(self.dense(hidden_states)), self.norm)",
+    ]
+
+
+def test_a_helper_function_becomes_a_static_method():
+    layer = Helper()
+    operated(layer)
+    assert "x = residual.through(lambda stream: stream * 0.5)(x)" in source_diff(type(layer))
+    assert scaled_add(1.0, 4.0, 3.0) == 5.0
+
+
+def test_where_streams_begin():
+    assert [site.begins for site in rewrite_layer(PostNorm(), 0, True).sites if site.kind == "connection"] == [
+        True
+    ] * 2
+    assert rewrite_layer(PostNorm(), 0).begins and not rewrite_layer(Plain(), 0, True).begins
+    assert [site.begins for site in rewrite_layer(Plain(), 0, True).sites] == [True, False]
+    assert [site.begins for site in rewrite_layer(Plain(), 0, False).sites] == [False, False]
 
 
 def test_an_argument_that_is_not_there():

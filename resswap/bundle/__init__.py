@@ -12,7 +12,7 @@ from resswap.errors import UnsupportedModelError
 from resswap.schemes import SchemeConfig
 
 from .flatten import flatten
-from .structure import Rewritten, structure
+from .structure import structure
 from .writing import CONFIGURATION, HEADER, MODELING, carried_files, configuration_file, modeling_file
 
 
@@ -22,26 +22,28 @@ def bundle(model: PreTrainedModel, scheme: SchemeConfig) -> Code:
     Raises:
         UnsupportedModelError: the family or the scheme is not defined where a saved model could take it along.
     """
-    classes: dict[type, Rewritten] = {}
-    owner, list_name, layers = structure(model, classes)
+    found = structure(model)
     family = family_config_class(type(model.config))
     heads = {auto.__name__: head for auto, head in model_classes(family).items() if not auto.__name__.startswith("_")}
-    used = [*(rewritten.original for rewritten in classes.values()), *heads.values(), family]
+    used = [*(rewritten.original for rewritten in found.classes), *heads.values(), family]
     outside = [cls for cls in used if not cls.__module__.startswith("transformers.")]
     if outside or not heads:
         raise UnsupportedModelError(f"{(outside or [family])[0].__name__} is not part of transformers.")
 
-    decorators = {rewritten.decorator for rewritten in classes.values()} - {None}
+    decorators = {rewritten.decorator for rewritten in found.classes} - {None}
     needed = {
         (type(scheme).__module__, type(scheme).__name__),
         ("resswap.configuration", "ResidualConfigMixin"),
-        *(("resswap.installation", name) for name in ("Conversion", "ConvertedModel", "Part", "check_origins")),
+        *(
+            ("resswap.installation", name)
+            for name in ("Conversion", "ConvertedModel", "Part", "Slot", "check_origins")
+        ),
         *((decorator.__module__, decorator.__name__) for decorator in decorators),
     }
     files = dict(flatten(frozenset(needed), HEADER))
     carried = carried_files(files)
-    files[f"{CONFIGURATION}.py"] = configuration_file(family, scheme, list(classes.values()), carried)
-    files[f"{MODELING}.py"] = modeling_file(family, scheme, classes, heads, (owner, list_name, layers), carried)
+    files[f"{CONFIGURATION}.py"] = configuration_file(family, scheme, found.classes, carried)
+    files[f"{MODELING}.py"] = modeling_file(family, scheme, found, heads, carried)
     config_class = residual_config_class(family).__name__
     auto_map = {auto: f"{MODELING}.{head.__name__}" for auto, head in heads.items()}
     return Code(files, {"AutoConfig": f"{CONFIGURATION}.{config_class}", **auto_map})

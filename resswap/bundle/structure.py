@@ -1,14 +1,22 @@
 """What conversion did to a model, in the words of the code that is to do it again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from resswap.errors import UnsupportedModelError
-from resswap.schemes import Connection
-from resswap.surgery import READOUT, original_class, rewritten_decorator, rewritten_text
+from resswap.schemes import Connection, ResidualModule
+from resswap.surgery import (
+    MAP,
+    READOUT,
+    Methods,
+    collapses_hidden_states,
+    original_class,
+    rewritten_decorator,
+    rewritten_methods,
+)
 
 
 @dataclass(frozen=True)
@@ -18,60 +26,103 @@ class Rewritten:
     Attributes:
         name: its name in the file; that of `original`, with a number where there are several.
         original: the family's class.
-        texts: what its methods were compiled from.
+        methods: the names of its methods and what they were compiled from.
         decorator: a function of resswap that wraps `forward`.
     """
 
     name: str
     original: type[nn.Module]
-    texts: tuple[str, ...]
+    methods: Methods
     decorator: Callable | None
 
 
-def structure(model: PreTrainedModel, classes: dict[type, Rewritten]) -> tuple[str, str, list[str]]:
-    """The owner's `Part`, the name of its list of layers, and each layer's `Part`, as expressions; fills `classes`."""
-    owner_name, owner = next((name, module) for name, module in model.named_modules() if hasattr(module, READOUT))
-    parts: dict[tuple[str, ...], dict[str, str]] = {(): {}}
-    sites: dict[tuple[str, ...], list[tuple[int, str]]] = {}
-    for full_name, module in model.named_modules():
-        connection = isinstance(module, Connection)
-        if not connection and not rewritten_text(type(module)):
-            continue
-        if not f"{full_name}.".startswith(f"{owner_name}." if owner_name else ""):
-            raise UnsupportedModelError(f"{full_name} was rewritten, and is not part of {type(owner).__name__}.")
-        path = full_name.removeprefix(owner_name).strip(".").split(".") if full_name != owner_name else []
-        in_layer = len(path) > 1 and path[1].isdecimal()
-        key, name = (tuple(path[:2]), ".".join(path[2:])) if in_layer else ((), ".".join(path))
-        if connection:
-            sites.setdefault(key, []).append((module.index, name))
-        else:
-            parts.setdefault(key, {})[name] = _rewritten(type(module), classes).name
-    lists = {key[0] for key in sites if key}
-    order = [index for key in sorted(sites, key=lambda k: int(k[1])) for index, _ in sorted(sites[key])]
-    if len(lists) != 1 or () in sites or order != sorted(order):
-        raise UnsupportedModelError(f"The connections of {type(owner).__name__} do not follow its one list of layers.")
-    list_name = lists.pop()
-    layers = [
-        _part(parts.get((list_name, str(i)), {}), [name for _, name in sorted(sites.get((list_name, str(i)), []))])
-        for i in range(len(getattr(owner, list_name)))
-    ]
-    return _part(parts[()], []), list_name, layers
+@dataclass(frozen=True)
+class Structure:
+    """The fields of a `Conversion`: the parts as expressions, the rest as it is.
+
+    Attributes:
+        classes: the rewritten classes that the parts name.
+    """
+
+    model: str
+    owner: str
+    list_name: str
+    layers: tuple[str, ...]
+    maps: str
+    classes: tuple[Rewritten, ...]
+
+
+def structure(model: PreTrainedModel) -> Structure:
+    """How a model was converted.
+
+    Raises:
+        UnsupportedModelError: something was changed outside the model around the stack.
+    """
+    around = next(m for m in model.modules() if rewritten_decorator(type(m)) is collapses_hidden_states)
+    owner_name, owner = next((name, module) for name, module in around.named_modules() if hasattr(module, READOUT))
+    changed = {name: module for name, module in around.named_modules() if _is_changed(module)}
+    if len(changed) < sum(_is_changed(module) for module in model.modules()):
+        raise UnsupportedModelError(f"More of {type(model).__name__} was rewritten than {type(around).__name__}.")
+    list_name = _list_name(owner)
+    prefix = f"{owner_name}.{list_name}.".lstrip(".")
+    in_layers: list[dict[str, nn.Module]] = [{} for _ in getattr(owner, list_name)]
+    outside = {}
+    for full_name, module in changed.items():
+        index, _, name = full_name.removeprefix(prefix).partition(".")
+        if full_name.startswith(prefix):
+            in_layers[int(index)][name] = module
+        elif not isinstance(module, ResidualModule):
+            outside[full_name] = module
+    classes: dict[type, Rewritten] = {}
+    layers = tuple(_part(modules, classes) for modules in in_layers)
+    maps = getattr(owner, MAP).kind if hasattr(owner, MAP) else ""
+    return Structure(
+        _part(outside, classes), owner_name, list_name, layers, maps, tuple(dict.fromkeys(classes.values()))
+    )
+
+
+def _is_changed(module: nn.Module) -> bool:
+    return isinstance(module, ResidualModule) or rewritten_methods(type(module)) is not None
+
+
+def _list_name(owner: nn.Module) -> str:
+    """The owner's attribute that holds the layers: the one list with connections in it."""
+    return next(
+        name
+        for name, child in owner.named_children()
+        if isinstance(child, nn.ModuleList) and any(isinstance(module, Connection) for module in child.modules())
+    )
+
+
+def _part(modules: dict[str, nn.Module], classes: dict[type, Rewritten]) -> str:
+    """The expression for what changed in one module, by the names there; fills `classes`."""
+    new = {name: module for name, module in modules.items() if isinstance(module, ResidualModule)}
+    named = [f'"{name}": {_rewritten(type(modules[name]), classes).name}' for name in modules if name not in new]
+    # Connections in the order of their indices, which `installation` counts up.
+    order = sorted(new, key=lambda name: (not isinstance(new[name], Connection), getattr(new[name], "index", 0)))
+    return f"Part({{{_lines(named)}}}, ({_lines(_slot(name, new[name]) for name in order)}))"
+
+
+def _slot(name: str, module: ResidualModule) -> str:
+    kind = "" if module.kind == "connection" else f', "{module.kind}"'
+    begins = ", begins=True" if module.begins else ""
+    return f'Slot("{name}"{kind}{begins})'
+
+
+def _lines(expressions: Iterable[str]) -> str:
+    """Elements of a literal, each on its own line where there are several."""
+    listed = list(expressions)
+    if len(listed) < 2:
+        return "".join(f"{expression}," for expression in listed)
+    return "".join(f"\n                {expression}," for expression in listed) + "\n            "
 
 
 def _rewritten(cls: type, classes: dict[type, Rewritten]) -> Rewritten:
     if cls not in classes:
-        original = original_class(cls)
-        chain = [base for base in cls.__mro__[: cls.__mro__.index(original)] if "_resswap_text" in vars(base)]
-        texts = tuple(rewritten_text(base) for base in reversed(chain))
-        decorator = rewritten_decorator(cls)
-        same = [r for r in classes.values() if (r.original, r.texts, r.decorator) == (original, texts, decorator)]
-        taken = sum(r.original.__name__ == original.__name__ for r in set(classes.values()))
+        original, methods, decorator = original_class(cls), rewritten_methods(cls), rewritten_decorator(cls)
+        known = set(classes.values())
+        same = [r for r in known if (r.original, r.methods, r.decorator) == (original, methods, decorator)]
+        taken = sum(r.original.__name__ == original.__name__ for r in known)
         name = f"{original.__name__}_{taken + 1}" if taken else original.__name__
-        classes[cls] = same[0] if same else Rewritten(name, original, texts, decorator)
+        classes[cls] = same[0] if same else Rewritten(name, original, methods, decorator)
     return classes[cls]
-
-
-def _part(classes: dict[str, str], connections: list[str]) -> str:
-    listed = ", ".join(f'"{name}": {cls}' for name, cls in classes.items())
-    names = ", ".join(f'"{name}"' for name in connections) + ("," if len(connections) == 1 else "")
-    return f"Part({{{listed}}}, ({names}))"

@@ -2,7 +2,6 @@
 
 import __future__
 
-import ast
 import dis
 import inspect
 import re
@@ -23,19 +22,20 @@ from resswap.schemes import SchemeConfig
 from resswap.version import __version__
 
 from .flatten import flat_name
-from .structure import Rewritten
+from .structure import Rewritten, Structure
 
 CONFIGURATION, MODELING = "configuration_resswap", "modeling_resswap"
 HEADER = f"# From resswap {__version__}. Licensed under the Apache License, Version 2.0."
 
 
-def configuration_file(family: type, scheme: SchemeConfig, rewritten: list[Rewritten], carried: str) -> str:
+def configuration_file(family: type, scheme: SchemeConfig, rewritten: Iterable[Rewritten], carried: str) -> str:
     origins = {}
     for cls in rewritten:
-        for text in cls.texts:
-            for method in _method_names(text):
-                key = f"{cls.original.__module__}:{cls.original.__qualname__}.{method}"
-                origins[key] = digest(getattr(cls.original, method))
+        for name, _ in cls.methods:
+            function = _replaced(cls.original, name)
+            owner = f"{cls.original.__module__}:{cls.original.__qualname__}.{name}"
+            helper = f"{function.__module__}:{function.__qualname__}"
+            origins[owner if hasattr(cls.original, name) else helper] = digest(function)
     listed = "".join(f'    "{key}": "{value}",\n' for key, value in sorted(origins.items()))
     name = residual_config_class(family).__name__
     return f'''{HEADER}
@@ -69,13 +69,11 @@ class {name}(ResidualConfigMixin, {family.__name__}):
 def modeling_file(
     family: type,
     scheme: SchemeConfig,
-    classes: dict[type, Rewritten],
+    structure: Structure,
     heads: dict[str, type[PreTrainedModel]],
-    structure: tuple[str, str, list[str]],
     carried: str,
 ) -> str:
-    rewritten = list(dict.fromkeys(classes.values()))
-    rewritten.sort(key=lambda cls: issubclass(cls.original, PreTrainedModel))  # layers first
+    rewritten = sorted(structure.classes, key=lambda cls: issubclass(cls.original, PreTrainedModel))  # layers first
     imports = _Imports()
     bodies = [_class_text(cls, imports) for cls in rewritten]
     named = {cls.original for cls in rewritten}
@@ -83,14 +81,12 @@ def modeling_file(
         bodies.append(f"class {head.__name__}(Converted, {imports.module(head)}.{head.__name__}):\n    pass\n")
     decorators = sorted({cls.decorator for cls in rewritten} - {None}, key=lambda function: function.__name__)
     own = [f"from .{CONFIGURATION} import {residual_config_class(family).__name__}"]
-    own.append("from .resswap_installation import Conversion, ConvertedModel, Part")
+    own.append("from .resswap_installation import Conversion, ConvertedModel, Part, Slot")
     own += [f"from .{flat_name(d.__module__)} import {d.__name__}" for d in decorators]
-    owner, list_name, layers = structure
-    runs = [(part, len(list(run))) for part, run in groupby(layers)]
-    repeated = [f"*[{part}] * {count}," for part, count in runs]
-    listed = (
-        repeated[0] if len(runs) == 1 else "".join(f"\n                {run}" for run in repeated) + "\n            "
-    )
+    names = {part: f"layer_{index}" for index, part in enumerate(dict.fromkeys(structure.layers), 1)}
+    definitions = [f"        {name} = {part}\n" for part, name in names.items()]
+    runs = [(names[part], len(list(run))) for part, run in groupby(structure.layers)]
+    listed = "".join(f"\n                *[{name}] * {count}," for name, count in runs)
     origin = sys.modules[rewritten[-1].original.__module__]
     return f'''{_notice(origin)}
 #
@@ -108,10 +104,13 @@ class Converted(ConvertedModel):
 
     @staticmethod
     def conversion():
-        return Conversion(
-            owner={owner},
-            list_name="{list_name}",
-            layers=({listed}),
+{"".join(definitions)}        return Conversion(
+            model={structure.model},
+            owner="{structure.owner}",
+            list_name="{structure.list_name}",
+            layers=({listed}
+            ),
+            maps="{structure.maps}",
         )
 
 
@@ -129,23 +128,28 @@ def _class_text(cls: Rewritten, imports: "_Imports") -> str:
     mixin = "Converted, " if issubclass(cls.original, PreTrainedModel) else ""
     bases = f"{mixin}{imports.module(cls.original)}.{cls.original.__name__}"
     lines = []
-    for text in cls.texts:
-        method = _method_names(text)[0]
-        function = inspect.unwrap(getattr(cls.original, method))
-        holder = next(base for base in cls.original.__mro__ if method in vars(base))
-        text = re.sub(r"\bsuper\(\)", f"super({imports.module(holder)}.{holder.__name__}, self)", text)
+    for name, text in cls.methods:
+        function = _replaced(cls.original, name)
+        if hasattr(cls.original, name):
+            holder = next(base for base in cls.original.__mro__ if name in vars(base))
+            text = re.sub(r"\bsuper\(\)", f"super({imports.module(holder)}.{holder.__name__}, self)", text)
         imports.add(text, function)
         if not re.match(r"    \S", text):  # from a class in an `if`
             text = textwrap.indent(textwrap.dedent(text), "    ")
-        wrapped = f"    @{cls.decorator.__name__}\n" if cls.decorator is not None and method == "forward" else ""
+        wrapped = f"    @{cls.decorator.__name__}\n" if cls.decorator is not None and name == "forward" else ""
         lines.append(wrapped + text.rstrip() + "\n")
+    if cls.decorator is not None and "forward" not in dict(cls.methods):
+        original = f"{imports.module(cls.original)}.{cls.original.__name__}.forward"
+        lines.append(f"    forward = {cls.decorator.__name__}({original})\n")
     renamed = "" if cls.name == cls.original.__name__ else f'\n\n{cls.name}.__name__ = "{cls.original.__name__}"\n'
     return f"class {cls.name}({bases}):\n" + "\n".join(lines) + renamed
 
 
-def _method_names(text: str) -> list[str]:
-    tree = ast.parse(f"class _:\n{text}")
-    return [node.name for node in tree.body[0].body if isinstance(node, ast.FunctionDef)]
+def _replaced(original: type, name: str) -> Callable[..., Any]:
+    """What a method was rewritten from: a method of its class, or a helper function that its class calls."""
+    if hasattr(original, name):
+        return inspect.unwrap(getattr(original, name))
+    return inspect.unwrap(inspect.unwrap(original.forward).__globals__[name])
 
 
 class _Imports:

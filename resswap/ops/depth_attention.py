@@ -1,4 +1,4 @@
-"""Depth attention: a softmax over earlier residual contributions (attention residuals, arXiv 2603.15031, section 3).
+"""Depth attention: a softmax over earlier residual contributions (attention residuals, arXiv 2603.15031).
 
 A logit is `q . RMSNorm(v; w) = (v . (q * w)) / rms(v)`: one pass over v, no normalised copy, and no stack of sources.
 """

@@ -23,18 +23,18 @@ _FRESH = "_resswap_fresh"
 
 
 class Write(torch.autograd.Function):
-    """`X' = M^T R`, where the rows R are the n streams and y, and the rows of M `[n + 1, n]` are comb and post."""
+    """`X'_k = sum_j comb_jk X_j + post_k y`."""
 
     @staticmethod
     def forward(ctx: Any, streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         ctx.save_for_backward(streams, y, post, comb)
         with no_autocast(streams):
-            x, y, matrix = _tokens(streams), y.reshape(-1, 1, y.shape[-1]), _matrix(post, comb)
+            x, y, weights, matrix = _tokens(streams), _row(y), _row(post).mT, _tokens(comb).mT
             out = torch.empty_like(x)
             for s in spans(x):
-                rows = _rows(x[s], y[s])
-                total = out[s] if out.dtype == rows.dtype else torch.empty_like(rows[:, 1:])
-                _add_product(total, matrix[s].mT, rows, beta=0)
+                total = out[s] if out.dtype == matrix.dtype else torch.empty_like(out[s], dtype=matrix.dtype)
+                torch.mul(weights[s], y[s].to(matrix.dtype), out=total)
+                _add_product(total, matrix[s], x[s].to(matrix.dtype))
                 if total.dtype != out.dtype:
                     out[s] = total
             return out.view(streams.shape)
@@ -45,26 +45,32 @@ class Write(torch.autograd.Function):
         streams, y, post, comb = ctx.saved_tensors
         need_streams, need_y, need_post, need_comb = ctx.needs_input_grad
         with no_autocast(streams):
-            x, g, matrix = _tokens(streams), _tokens(grad), _matrix(post, comb)
-            n, flat_y = x.shape[1], y.reshape(-1, 1, y.shape[-1])
-            grad_matrix = torch.empty_like(matrix)
-            grad_x = torch.empty_like(x)
-            grad_y = torch.empty_like(flat_y, memory_format=torch.contiguous_format)
+            x, g, row, weights, matrix = _tokens(streams), _tokens(grad), _row(y), _row(post), _tokens(comb)
+            grad_streams = torch.empty_like(streams, memory_format=torch.contiguous_format)
+            setattr(grad_streams, _FRESH, True)
+            grad_x = grad_streams.view(x.shape)
+            grad_y, grad_post, grad_comb = (
+                torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (y, post, comb)
+            )
+            grad_row, grad_weights, grad_matrix = _row(grad_y), _row(grad_post), _tokens(grad_comb)
             for s in spans(x):
                 wide_g = g[s].to(matrix.dtype)
-                rows = _rows(x[s], flat_y[s])
-                if need_post or need_comb:
-                    torch.bmm(rows, wide_g.mT, out=grad_matrix[s])
-                if need_streams or need_y:
-                    _add_product(rows, matrix[s], wide_g, beta=0)
-                    grad_x[s], grad_y[s] = rows[:, :n], rows[:, n:]
-            grad_streams = grad_x.view(streams.shape)
-            setattr(grad_streams, _FRESH, True)
+                if need_comb:
+                    torch.bmm(x[s].to(matrix.dtype), wide_g.mT, out=grad_matrix[s])
+                if need_post:
+                    torch.sum(wide_g * row[s], -1, out=grad_weights[s, 0])
+                if need_y:
+                    grad_row[s, 0] = _weighted_sum(weights[s, 0], wide_g)
+                if need_streams:
+                    total = grad_x[s] if grad_x.dtype == wide_g.dtype else torch.empty_like(wide_g)
+                    _add_product(total, matrix[s], wide_g, beta=0)
+                    if total.dtype != grad_x.dtype:
+                        grad_x[s] = total
             return (
                 grad_streams if need_streams else None,
-                grad_y.view(y.shape) if need_y else None,
-                grad_matrix[:, n].view(post.shape) if need_post else None,
-                grad_matrix[:, :n].view(comb.shape) if need_comb else None,
+                grad_y if need_y else None,
+                grad_post if need_post else None,
+                grad_comb if need_comb else None,
             )
 
 
@@ -135,7 +141,7 @@ class DynamicRead(torch.autograd.Function):
         with no_autocast(streams):
             x, weight = _tokens(streams), fn.to(wide(streams.dtype))
             outputs, width = weight.shape
-            grad_x = None if grad_x is None else grad_x.reshape(-1, 1, x.shape[-1])
+            grad_x = None if grad_x is None else _row(grad_x)
 
             # The small part, from the projections on, is left to autograd.
             needs = (need_streams or need_fn, need_streams, need_scale, need_base)
@@ -192,16 +198,9 @@ def _tokens(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, *tensor.shape[-2:]).contiguous()
 
 
-def _matrix(post: Tensor, comb: Tensor) -> Tensor:
-    """comb over post: `[T, n + 1, n]`."""
-    return torch.cat([comb, post[..., None, :]], -2).view(-1, comb.shape[-1] + 1, comb.shape[-1])
-
-
-def _rows(x: Tensor, y: Tensor) -> Tensor:
-    """x `[t, n, C]` over y `[t, 1, C]`: wide `[t, n + 1, C]`."""
-    rows = torch.empty(x.shape[0], x.shape[1] + 1, x.shape[2], dtype=wide(x.dtype), device=x.device)
-    rows[:, :-1], rows[:, -1:] = x, y
-    return rows
+def _row(tensor: Tensor) -> Tensor:
+    """`[..., C]` as `[T, 1, C]`."""
+    return tensor.reshape(-1, 1, tensor.shape[-1])
 
 
 def _totals(tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -231,14 +230,19 @@ def _add_product(out: Tensor, weights: Tensor, rows: Tensor, beta: int = 1) -> T
 
 
 def _read(x: Tensor, pre: Tensor) -> Tensor:
-    """`[T, C]` from x `[T, n, C]` and pre `[T, n]`."""
+    """`[T, C]` from x `[T, n, C]` and pre `[T, n]`, in x's dtype."""
     out = torch.empty_like(x[:, 0], memory_format=torch.contiguous_format)
     for s in spans(x):
-        total = pre[s, :1] * x[s, 0]
-        for j in range(1, x.shape[1]):
-            total.addcmul_(pre[s, j, None], x[s, j])
-        out[s] = total
+        out[s] = _weighted_sum(pre[s], x[s])
     return out
+
+
+def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """`[t, C]` from weights `[t, n]` and rows `[t, n, C]`, in the weights' dtype."""
+    total = weights[:, :1] * rows[:, 0]
+    for j in range(1, rows.shape[1]):
+        total.addcmul_(weights[:, j, None], rows[:, j])
+    return total
 
 
 def _dot(x: Tensor, grad_x: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def mhc_coefficients(
 def hc_coefficients(
     streams: Tensor, fn: Tensor | None, scale: Tensor, base: Tensor, tanh: bool, eps: float
 ) -> Coefficients:
-    """The coefficients of Hyper-Connections (arXiv 2409.19606, equations 10 to 13), dynamic or static.
+    """The coefficients of Hyper-Connections (arXiv 2409.19606, sections 2.1 and 2.2), static or dynamic.
 
     With `t = fn @ X_j / rms(X_j)` for each stream j, through tanh if asked: `pre_j = scale_0 t_0 + base`,
     `post_j = scale_1 t_1 + base`, `comb_jk = scale_2 t_(2 + k) + base`.
@@ -132,15 +132,7 @@ def read_streams(streams: Tensor, pre: Tensor) -> Tensor:
 
 def read_streams_reference(streams: Tensor, pre: Tensor) -> Tensor:
     """`read_streams` in plain operations."""
-    return _mix(streams, pre).to(streams.dtype)
-
-
-def _mix(streams: Tensor, weights: Tensor) -> Tensor:
-    """`sum_j weights_j X_j`, wide."""
-    mixed = weights[..., 0, None] * streams[..., 0, :]
-    for j in range(1, streams.shape[-2]):
-        mixed = mixed + weights[..., j, None] * streams[..., j, :]
-    return mixed
+    return (pre[..., None] * streams).sum(-2).to(streams.dtype)
 
 
 def write_streams(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -163,8 +155,8 @@ def write_streams(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Ten
 
 def write_streams_reference(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """`write_streams` in plain operations."""
-    written = [_mix(streams, comb[..., k]) + post[..., k, None] * y for k in range(streams.shape[-2])]
-    return torch.stack([row.to(streams.dtype) for row in written], dim=-2)
+    mixed = (comb[..., None] * streams[..., None, :]).sum(-3)
+    return (mixed + post[..., None] * y[..., None, :]).to(streams.dtype)
 
 
 def mhc_read(

@@ -1,16 +1,29 @@
 """The schemes: one file for each family of connections."""
 
 from .attnres import AttnResConfig, BlockAttnResConfig
-from .base import Connection, SchemeConfig, available_schemes, option, register_scheme, scheme_config
+from .base import (
+    Add,
+    Connection,
+    Place,
+    ResidualModule,
+    SchemeConfig,
+    available_schemes,
+    option,
+    register_scheme,
+    scheme_config,
+)
 from .hc import HCConfig
 from .mhc import MHCConfig
 
 __all__ = [
+    "Add",
     "AttnResConfig",
     "BlockAttnResConfig",
     "Connection",
     "HCConfig",
     "MHCConfig",
+    "Place",
+    "ResidualModule",
     "SchemeConfig",
     "available_schemes",
     "option",

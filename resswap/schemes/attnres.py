@@ -1,7 +1,7 @@
 """Attention residuals: depth attention over earlier contributions, full and by blocks (Kimi, arXiv 2603.15031)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils import _pytree
 
 from resswap.ops import depth_attention
 
-from .base import AddBranch, Connection, ResidualModule, SchemeConfig, option, register_scheme
+from .base import Add, Connection, Place, ResidualModule, SchemeConfig, combined, option, register_scheme
 
 
 class Sources:
@@ -19,9 +19,13 @@ class Sources:
     def __init__(self, values: tuple[Tensor, ...]) -> None:
         self.values = values
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Sources":
+        """The function applied to each source."""
+        return combined([function(value) for value in self.values], lambda values: Sources(tuple(values)))
+
     def to(self, *args: Any, **kwargs: Any) -> "Sources":
         """Each source moved or cast, as Accelerate's hooks ask of an argument."""
-        return Sources(tuple(value.to(*args, **kwargs) for value in self.values))
+        return self.map(lambda value: value.to(*args, **kwargs))
 
 
 # FSDP and checkpointing look for tensors in arguments and outputs through pytrees.
@@ -38,16 +42,20 @@ class _DepthAttentionConfig(SchemeConfig):
     """What the attention residuals have in common.
 
     With the query at 0 all sources weigh the same, and the branch's input is their sum: the plain residual stream.
+    A norm on the residual path (post-norm models) applies to a depth attention of its own and starts a new list.
     """
 
     eps: float = option(
         1e-6, "Added to the mean square of a source before its root.", "a number above 0", lambda e: e > 0
     )
 
-    def expand(self, hidden_size: int, num_connections: int) -> nn.Module:
+    def expand(self) -> ResidualModule:
         return FirstSource()
 
-    def readout(self, hidden_size: int, num_connections: int) -> nn.Module:
+    def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
+        return DepthNormMap(hidden_size, self.eps) if is_norm else SourceMap()
+
+    def readout(self, hidden_size: int) -> ResidualModule:
         return DepthReadout(hidden_size, self.eps)
 
 
@@ -58,8 +66,8 @@ class AttnResConfig(_DepthAttentionConfig):
 
     scheme: ClassVar[str] = "attnres"
 
-    def connection(self, index: int, hidden_size: int, num_connections: int) -> Connection:
-        return DepthConnection(index, hidden_size, self.eps, new_source=True)
+    def connection(self, place: Place) -> Connection:
+        return DepthConnection(place, self.eps, new_source=True)
 
 
 @register_scheme
@@ -76,13 +84,13 @@ class BlockAttnResConfig(_DepthAttentionConfig):
         8, "How many blocks the connections are cut into.", "a whole number from 1", lambda n: n >= 1
     )
 
-    def connection(self, index: int, hidden_size: int, num_connections: int) -> Connection:
-        blocks = min(self.num_blocks, num_connections)
-        begins = index == 0 or index * blocks // num_connections > (index - 1) * blocks // num_connections
-        return DepthConnection(index, hidden_size, self.eps, new_source=begins)
+    def connection(self, place: Place) -> Connection:
+        blocks = min(self.num_blocks, place.num_connections)
+        block, last_block = ((place.index - i) * blocks // place.num_connections for i in (0, 1))
+        return DepthConnection(place, self.eps, new_source=place.begins or block > last_block)
 
 
-class FirstSource(nn.Module):
+class FirstSource(ResidualModule):
     """Hidden states `[batch, seq, hidden]` → sources, of which they are the first."""
 
     def forward(self, hidden_states: Tensor) -> Sources:
@@ -92,7 +100,7 @@ class FirstSource(nn.Module):
 class DepthConnection(Connection):
     """The branch reads `k · Σ_i α_i v_i` with `α = softmax_i(query · RMSNorm(v_i))` over the k sources.
 
-    The first connection has the embedding to read and nothing to choose from, so it has no parameters.
+    Where the sources begin there is one, and nothing to choose from: such a connection has no parameters.
 
     Attributes:
         query: `[hidden]`.
@@ -100,18 +108,18 @@ class DepthConnection(Connection):
         new_source: whether the branch's output becomes a source of its own or goes into the last one.
     """
 
-    def __init__(self, index: int, hidden_size: int, eps: float, new_source: bool) -> None:
-        super().__init__(index)
+    def __init__(self, place: Place, eps: float, new_source: bool) -> None:
+        super().__init__(place.index)
         self.eps, self.new_source = eps, new_source
-        self.query = nn.Parameter(torch.zeros(hidden_size)) if index > 0 else None
-        self.key_weight = nn.Parameter(torch.ones(hidden_size)) if index > 0 else None
+        self.query = None if place.begins else nn.Parameter(torch.zeros(place.hidden_size))
+        self.key_weight = None if place.begins else nn.Parameter(torch.ones(place.hidden_size))
 
-    def forward(self, sources: Sources) -> tuple[Tensor, AddBranch]:
+    def forward(self, sources: Sources) -> tuple[Tensor, Add]:
         if self.query is None:
             x = sources.values[0]
         else:
             x = depth_attention(sources.values, self.query, self.key_weight, self.eps)
-        return x, partial(_append if self.new_source else _accumulate, sources.values)
+        return x, Add(sources, _append if self.new_source else _accumulate)
 
     def extra_repr(self) -> str:
         return f"new_source={self.new_source}"
@@ -132,9 +140,27 @@ class DepthReadout(ResidualModule):
         return depth_attention(sources.values, self.query, self.key_weight, self.eps)
 
 
-def _append(values: tuple[Tensor, ...], y: Tensor) -> Sources:
-    return Sources((*values, y.to(values[0].dtype)))
+class DepthNormMap(DepthReadout):
+    """A norm on the residual path: it applies to a depth attention, and the result is the new first source."""
+
+    def forward(self, sources: Sources, function: Callable[[Tensor], Tensor] | None = None) -> Sources | Tensor:
+        hidden_states = super().forward(sources)
+        if function is None:
+            return hidden_states
+        return combined([function(hidden_states)], lambda values: Sources(tuple(values)))
 
 
-def _accumulate(values: tuple[Tensor, ...], y: Tensor) -> Sources:
-    return Sources((*values[:-1], values[-1] + y.to(values[-1].dtype)))
+class SourceMap(ResidualModule):
+    """A scale, cast or reshape on the residual path: it applies to each source."""
+
+    def forward(self, sources: Sources, function: Callable[[Tensor], Tensor] | None = None) -> Sources | Tensor:
+        return sum(sources.values) if function is None else sources.map(function)
+
+
+def _append(sources: Sources, y: Tensor) -> Sources:
+    return Sources((*sources.values, y.to(sources.values[0].dtype)))
+
+
+def _accumulate(sources: Sources, y: Tensor) -> Sources:
+    *before, last = sources.values
+    return Sources((*before, last + y.to(last.dtype)))

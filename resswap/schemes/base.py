@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -11,9 +12,6 @@ from torch import Tensor, nn
 
 from resswap.errors import OptionError
 
-AddBranch = Callable[[Tensor], Any]
-"""Takes the branch's output `y` (shape `[batch, seq, hidden]`) and gives the new streams."""
-
 
 class ResidualModule(nn.Module):
     """A module that conversion adds. Its parameters follow the model's dtype, or keep their own.
@@ -21,9 +19,12 @@ class ResidualModule(nn.Module):
     Attributes:
         param_dtype: the dtype that the parameters keep when the model is cast, as by `model.to(torch.bfloat16)`.
             None: they are cast with the model.
+        kind, begins: what it was made for, as in `resswap.installation.Slot`.
     """
 
     param_dtype: torch.dtype | None = None
+    kind: str = ""
+    begins: bool = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         return super()._apply(fn if self.param_dtype is None else partial(_keep_dtype, fn), recurse)
@@ -33,6 +34,56 @@ def _keep_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """What `fn` does to a tensor, save for a cast."""
     probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where in the stack a connection is.
+
+    Attributes:
+        hidden_size: of the model.
+        index: its place in the order of depth, from 0.
+        num_connections: how many there are.
+        begins: whether its streams have just begun: at the start of the stack, or by a norm (post-norm models).
+    """
+
+    hidden_size: int
+    index: int
+    num_connections: int
+    begins: bool
+
+
+class Add:
+    """How a branch is added: called with its output `[batch, seq, hidden]`, it gives the new streams.
+
+    Args:
+        streams: the streams that the branch has read.
+        write: a function of streams and output that gives the new streams.
+    """
+
+    def __init__(self, streams: Any, write: Callable[[Any, Tensor], Any]) -> None:
+        self.streams, self.write = streams, write
+
+    def __call__(self, y: Tensor) -> Any:
+        return self.write(self.streams, y)
+
+    def through(self, function: Callable[[Tensor], Tensor]) -> "Add":
+        """The same add to streams that a scale, cast or reshape was applied to, as in `alpha * residual + y`."""
+        return Add(map_streams(function, self.streams), self.write)
+
+
+def map_streams(function: Callable[[Tensor], Tensor], streams: Any) -> Any:
+    """Apply a function of hidden states `[batch, seq, hidden]` to each stream; what is no tensor has a `map`."""
+    if not isinstance(streams, Tensor):
+        return streams.map(function)
+    return combined([function(stream) for stream in streams.unbind(-2)], lambda parts: torch.stack(parts, dim=-2))
+
+
+def combined(results: list[Any], combine: Callable[[list[Tensor]], Any]) -> Any:
+    """Combine what a function gave for each stream. Of tuples the first elements are; the others are all equal."""
+    if isinstance(results[0], tuple):
+        return combine([result[0] for result in results]), *results[0][1:]
+    return combine(results)
 
 
 class Connection(ResidualModule):
@@ -46,15 +97,14 @@ class Connection(ResidualModule):
         super().__init__()
         self.index = index
 
-    def forward(self, streams: Any) -> tuple[Tensor, AddBranch]:
+    def forward(self, streams: Any) -> tuple[Tensor, Add]:
         """Read the streams.
 
         Args:
             streams: what the scheme's expansion or the connection before gave.
 
         Returns:
-            The branch's input `[batch, seq, hidden]`, and a function of the branch's output that gives the new
-            streams and needs no parameters of its own.
+            The branch's input `[batch, seq, hidden]`, and how to add its output, which needs no parameters.
         """
         raise NotImplementedError
 
@@ -85,24 +135,40 @@ class SchemeConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            value = _plain_number(getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
             expected = (int, float) if field.type is float else field.type
             right_type = isinstance(value, expected) and (field.type is bool or not isinstance(value, bool))
             infinite = isinstance(value, float) and not math.isfinite(value)
             if not right_type or infinite or not field.metadata["check"](value):
                 raise OptionError(f"{self.scheme}: {field.name}={value!r}; allowed: {field.metadata['allowed']}.")
 
-    def expand(self, hidden_size: int, num_connections: int) -> nn.Module:
+    def expand(self) -> ResidualModule:
         """The module that makes the streams of the hidden states, before the first layer."""
         raise NotImplementedError
 
-    def connection(self, index: int, hidden_size: int, num_connections: int) -> Connection:
-        """The connection at `index`, initialised without random numbers; it is cast to its layer's dtype later."""
+    def connection(self, place: Place) -> Connection:
+        """The connection at `place`, initialised without random numbers; it is cast to its layer's dtype later."""
         raise NotImplementedError
 
-    def readout(self, hidden_size: int, num_connections: int) -> nn.Module:
+    def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
+        """The module that applies to the streams what a layer does to the hidden states between two adds.
+
+        Its `forward` takes the streams and a function of hidden states, a norm or a linear one, and gives the new
+        streams; without a function, it gives hidden states that stand for the streams.
+        """
+        raise NotImplementedError
+
+    def readout(self, hidden_size: int) -> ResidualModule:
         """The module that makes hidden states of the streams, after the last layer."""
         raise NotImplementedError
+
+
+def _plain_number(value: Any) -> Any:
+    """A number such as NumPy's as one of Python's, which config.json can hold."""
+    if isinstance(value, (bool, int)) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
@@ -130,7 +196,7 @@ def scheme_config(scheme: str, options: dict[str, Any]) -> SchemeConfig:
     Raises:
         OptionError: no such scheme or option (the message lists the valid ones), or a value that is not allowed.
     """
-    if scheme not in _SCHEMES:
+    if not isinstance(scheme, str) or scheme not in _SCHEMES:
         raise OptionError(f"There is no scheme {scheme!r}; available: {', '.join(_SCHEMES)}.")
     config_class = _SCHEMES[scheme]
     names = [field.name for field in dataclasses.fields(config_class)]
@@ -140,7 +206,7 @@ def scheme_config(scheme: str, options: dict[str, Any]) -> SchemeConfig:
     return config_class(**options)
 
 
-class ExpandStreams(nn.Module):
+class ExpandStreams(ResidualModule):
     """Hidden states `[batch, seq, hidden]` → n equal streams `[batch, seq, n, hidden]`."""
 
     def __init__(self, num_streams: int) -> None:
@@ -155,7 +221,14 @@ class ExpandStreams(nn.Module):
         return f"num_streams={self.num_streams}"
 
 
-class MeanReadout(nn.Module):
+class StreamMap(ResidualModule):
+    """Applies a function of hidden states to each of the streams `[batch, seq, n, hidden]`."""
+
+    def forward(self, streams: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        return streams.mean(-2) if function is None else map_streams(function, streams)
+
+
+class MeanReadout(ResidualModule):
     """Streams `[batch, seq, n, hidden]` → their mean `[batch, seq, hidden]`; hidden states go through as they are."""
 
     def forward(self, streams: Tensor) -> Tensor:

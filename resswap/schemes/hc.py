@@ -10,7 +10,18 @@ from torch import Tensor, nn
 
 from resswap.ops import hc_read, write_streams
 
-from .base import AddBranch, Connection, ExpandStreams, MeanReadout, SchemeConfig, option, register_scheme
+from .base import (
+    Add,
+    Connection,
+    ExpandStreams,
+    MeanReadout,
+    Place,
+    ResidualModule,
+    SchemeConfig,
+    StreamMap,
+    option,
+    register_scheme,
+)
 
 
 @register_scheme
@@ -35,13 +46,16 @@ class HCConfig(SchemeConfig):
         1e-6, "Added to the mean square of a stream before its root.", "a number above 0", lambda e: e > 0
     )
 
-    def expand(self, hidden_size: int, num_connections: int) -> nn.Module:
+    def expand(self) -> ResidualModule:
         return ExpandStreams(self.num_streams)
 
-    def connection(self, index: int, hidden_size: int, num_connections: int) -> Connection:
-        return HCConnection(index, hidden_size, self)
+    def connection(self, place: Place) -> Connection:
+        return HCConnection(place.index, place.hidden_size, self)
 
-    def readout(self, hidden_size: int, num_connections: int) -> nn.Module:
+    def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
+        return StreamMap()
+
+    def readout(self, hidden_size: int) -> ResidualModule:
         return MeanReadout()
 
 
@@ -68,7 +82,7 @@ class HCConnection(Connection):
         else:
             self.fn = self.scale = None
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, AddBranch]:
+    def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
         """Streams `[batch, seq, n, hidden]`."""
         x, streams, post, comb = hc_read(streams, self.fn, self.scale, self.base, self.tanh, self.eps)
-        return x, partial(write_streams, streams, post=post, comb=comb)
+        return x, Add(streams, partial(write_streams, post=post, comb=comb))

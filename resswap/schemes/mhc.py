@@ -12,11 +12,14 @@ from resswap.errors import OptionError
 from resswap.ops import mhc_read, write_streams
 
 from .base import (
-    AddBranch,
+    Add,
     Connection,
     ExpandStreams,
     MeanReadout,
+    Place,
+    ResidualModule,
     SchemeConfig,
+    StreamMap,
     option,
     register_scheme,
     rotating_weights,
@@ -72,13 +75,16 @@ class MHCConfig(SchemeConfig):
                 "streams never part), up to 0.99."
             )
 
-    def expand(self, hidden_size: int, num_connections: int) -> nn.Module:
+    def expand(self) -> ResidualModule:
         return ExpandStreams(self.num_streams)
 
-    def connection(self, index: int, hidden_size: int, num_connections: int) -> Connection:
-        return MHCConnection(index, hidden_size, self)
+    def connection(self, place: Place) -> Connection:
+        return MHCConnection(place.index, place.hidden_size, self)
 
-    def readout(self, hidden_size: int, num_connections: int) -> nn.Module:
+    def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
+        return StreamMap()
+
+    def readout(self, hidden_size: int) -> ResidualModule:
         return MeanReadout()
 
 
@@ -103,7 +109,7 @@ class MHCConnection(Connection):
             torch.cat([rotating_weights(n, index, config.pre_peak), torch.zeros(n), comb.flatten()])
         )
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, AddBranch]:
+    def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
         """Streams `[batch, seq, n, hidden]`: the branch reads `pre`; the add mixes by `comb` and writes by `post`."""
         x, streams, post, comb = mhc_read(streams, self.fn, self.scale, self.base, self.sinkhorn_iters, self.eps)
-        return x, partial(write_streams, streams, post=post, comb=comb)
+        return x, Add(streams, partial(write_streams, post=post, comb=comb))

@@ -2,8 +2,9 @@
 
 import ast
 import functools
+import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -13,13 +14,13 @@ from resswap.errors import UnsupportedModelError
 
 from .source import Edits, MethodSource
 
-EXPAND, READOUT = "stream_expand", "stream_readout"
-"""The attributes of the owner that begin and end the streams."""
+EXPAND, READOUT, MAP = "stream_expand", "stream_readout", "stream_map"
+"""The attributes of the owner that begin and end the streams, and that change them between layers."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The loop `for layer in self.layers: hidden_states = layer(hidden_states, ...)` in a `forward`."""
+    """A loop `for layer in self.layers: hidden_states = layer(hidden_states, ...)` in a `forward`."""
 
     statement: ast.For
     call: ast.Call
@@ -33,16 +34,20 @@ class Stack:
 
     Attributes:
         owner: the module whose `forward` loops over the layers.
+        recorder: the model whose `forward` records hidden states: the owner, or the model around it.
         owner_name, list_name: its name in the model, and its attribute that holds the layers.
         argument: where the loop passes the hidden states to a layer.
         text: the owner's new `forward`: streams are expanded before the loop and read out after it.
+        maps: whether the loop changes the hidden states between layers: "linear", "norm" or not ("").
     """
 
     owner: nn.Module
+    recorder: PreTrainedModel
     owner_name: str
     list_name: str
     argument: int | str
     text: str
+    maps: str
 
     def layers(self) -> Iterator[tuple[str, nn.Module]]:
         """The layers in the order of depth, with their names in the model."""
@@ -51,125 +56,177 @@ class Stack:
             yield f"{prefix}{self.list_name}.{index}", layer
 
 
-def find_stack(model: nn.Module) -> Stack:
+@dataclass(frozen=True)
+class _Found:
+    name: str
+    owner: nn.Module
+    list_name: str
+    source: MethodSource
+    loops: list[Loop] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        return f"{self.name}.{self.list_name}".lstrip(".")
+
+
+def find_stack(model: PreTrainedModel) -> Stack:
     """The one stack of decoder layers in `model`.
 
     Raises:
-        UnsupportedModelError: there is none, or more than one, or its loop does more than pass the stream on.
+        UnsupportedModelError: there is none, or more than one, or its loop does what cannot be followed.
     """
-    loops: list[tuple[str, nn.Module, str, MethodSource, Loop]] = []
-    inside: list[str] = []
+    stacks: list[_Found] = []
     for name, module in model.named_modules():
-        if any(name.startswith(prefix) for prefix in inside) or type(module).forward is nn.Module.forward:
+        if any(name.startswith(f"{stack.path}.") for stack in stacks) or type(module).forward is nn.Module.forward:
             continue
         for list_name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and len(child) and not isinstance(module, nn.ModuleList):
                 source = MethodSource(type(module))
-                loop = _find_loop(source, list_name)
-                if loop is not None:
-                    loops.append((name, module, list_name, source, loop))
-                    inside.append(f"{name}.{list_name}." if name else f"{list_name}.")
-    if not loops:
+                loops = _find_loops(source, list_name)
+                if loops:
+                    stacks.append(_Found(name, module, list_name, source, loops))
+    if not stacks:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no stack of decoder layers: no module's forward loops over a ModuleList "
             "and passes hidden states through it. resswap converts decoders such as LLaMA or GPT-2."
         )
-    if len(loops) > 1:  # such as a vision tower's and a text decoder's
-        get_decoder = getattr(model, "get_decoder", None)
-        decoder = set(get_decoder().modules()) if get_decoder is not None else set()
-        loops = [found for found in loops if found[1] in decoder] or loops
-    if len(loops) > 1:
-        names = ", ".join(".".join(filter(None, (name, list_name))) for name, _, list_name, _, _ in loops)
+    chosen = _of_the_decoder(model, stacks)
+    if len(chosen) > 1:
+        names = ", ".join(stack.path for stack in chosen)
         raise UnsupportedModelError(
             f"{type(model).__name__} has more than one stack of layers ({names}), and none of them is the decoder's."
         )
-    name, module, list_name, source, loop = loops[0]
-    return Stack(module, name, list_name, loop.argument, _rewrite(source, loop))
+    stack = chosen[0]
+    text, maps = _rewrite(stack.source, stack.loops)
+    recorder = _model_around(model, stack)
+    return Stack(stack.owner, recorder, stack.name, stack.list_name, stack.loops[0].argument, text, maps)
 
 
-def _find_loop(source: MethodSource, list_name: str) -> Loop | None:
+def _model_around(model: PreTrainedModel, stack: _Found) -> PreTrainedModel:
+    """The innermost `PreTrainedModel` that holds the stack."""
+    models = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    around = [name for name in models if not name or f"{stack.path}.".startswith(f"{name}.")]
+    return models[max(around, key=len)]
+
+
+def _of_the_decoder(model: PreTrainedModel, stacks: list[_Found]) -> list[_Found]:
+    """Of several stacks, such as a vision tower's and a text decoder's, the decoder's."""
+    if len(stacks) == 1:
+        return stacks
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    inside = set(decoder.modules())
+    text_config = model.config.get_text_config(decoder=True)
+    for rule in (
+        lambda stack: stack.owner is decoder,
+        lambda stack: stack.owner in inside and _model_around(model, stack).config is text_config,
+        lambda stack: stack.owner in inside,
+    ):
+        chosen = [stack for stack in stacks if rule(stack)]
+        if len(chosen) == 1:
+            return chosen
+    return stacks
+
+
+def _find_loops(source: MethodSource, list_name: str) -> list[Loop]:
+    """The innermost loops over `self.list_name` that call its elements."""
+    loops = []
     for statement in ast.walk(source.node):
         if isinstance(statement, ast.For) and any(_is_self_attribute(n, list_name) for n in ast.walk(statement.iter)):
             names = {node.id for node in ast.walk(statement.target) if isinstance(node, ast.Name)}
-            for call in ast.walk(statement):
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in names:
-                    return _loop(source, statement, call)
-    return None
+            calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+            call = next((call for call in calls if call.func.id in names), None)
+            loop = None if call is None else _loop(statement, call)
+            if loop is not None:
+                loops.append(loop)
+    return loops
 
 
 def _is_self_attribute(node: ast.AST, name: str) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and node.attr == name
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
+    is_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    return is_self and node.attr == name
 
 
-def _loop(source: MethodSource, statement: ast.For, call: ast.Call) -> Loop:
-    keywords = {k.arg: k.value for k in call.keywords}
-    argument: int | str = 0 if call.args else "hidden_states"
+def _loop(statement: ast.For, call: ast.Call) -> Loop | None:
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
     passed = call.args[0] if call.args else keywords.get("hidden_states")
     if not isinstance(passed, ast.Name):
-        raise UnsupportedModelError(f"The hidden states are not a variable in {source.at(call)}.")
-    return Loop(statement, call, passed.id, argument)
+        return None
+    return Loop(statement, call, passed.id, 0 if call.args else "hidden_states")
 
 
-def _rewrite(source: MethodSource, loop: Loop) -> str:
-    edits = Edits(source.text)
-    if not source.begins_line(loop.statement):
-        raise UnsupportedModelError(f"The loop over the layers shares its line in {source.at(loop.statement.iter)}.")
-    edits.insert_before(loop.statement, f"{loop.stream} = self.{EXPAND}({loop.stream})")
-    edits.insert_after(loop.statement, f"{loop.stream} = self.{READOUT}({loop.stream})")
-    _check_stores(source, loop)
-    passed = loop.call.args[0] if loop.call.args else None
+def _rewrite(source: MethodSource, loops: list[Loop]) -> tuple[str, str]:
+    edits, kinds = Edits(source.text), set()
+    for loop in loops:
+        if not source.begins_line(loop.statement):
+            raise UnsupportedModelError(f"The loop over the layers shares its line: {source.at(loop.statement.iter)}.")
+        edits.insert_before(loop.statement, f"{loop.stream} = self.{EXPAND}({loop.stream})")
+        edits.insert_after(loop.statement, f"{loop.stream} = self.{READOUT}({loop.stream})")
+        kinds |= _rewrite_body(source, loop, edits)
+    return edits.apply(), "norm" if "norm" in kinds else "".join(kinds)
+
+
+def _rewrite_body(source: MethodSource, loop: Loop, edits: Edits) -> set[str]:
+    """Uses of the streams other than by the layer get hidden states; what changes them is applied to each stream."""
+    kinds, mapped = set(), set()
+    for statement, kind in _changes(source, loop):
+        edits.map_statement(statement, loop.stream, f"self.{MAP}")
+        kinds.add(kind)
+        mapped |= set(ast.walk(statement))
+    passed = {*loop.call.args[:1], *(keyword.value for keyword in loop.call.keywords)}
     for node in ast.walk(ast.Module(loop.statement.body, [])):
         if isinstance(node, ast.Return):
             raise UnsupportedModelError(f"The loop over the layers is left by a return in {source.at(node)}.")
-        if isinstance(node, ast.Name) and node.id == loop.stream and isinstance(node.ctx, ast.Load):
-            if node is not passed and node not in [k.value for k in loop.call.keywords]:
-                edits.replace(node, f"self.{READOUT}({node.id})")
-    return edits.apply()
+        is_read = isinstance(node, ast.Name) and node.id == loop.stream and isinstance(node.ctx, ast.Load)
+        if is_read and node not in passed | mapped:
+            edits.replace(node, f"self.{READOUT}({node.id})")
+    return kinds
 
 
-def _check_stores(source: MethodSource, loop: Loop) -> None:
-    """The stream may be reassigned from the layer's output only."""
-    outputs = {id(loop.call)}
-    output_names: set[str] = set()
+def _changes(source: MethodSource, loop: Loop) -> Iterator[tuple[ast.Assign, str]]:
+    """The statements that change the hidden states between layers, with what kind of function they apply."""
+    outputs: set[str] = set()
     for statement in ast.walk(ast.Module(loop.statement.body, [])):
         if not isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
             continue
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        stored = {
-            n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        }
-        value = statement.value
-        while isinstance(value, ast.Subscript):
-            value = value.value
-        from_layer = id(value) in outputs or (isinstance(value, ast.Name) and value.id in output_names)
-        if from_layer and not isinstance(statement, ast.AugAssign):
-            output_names |= stored
+        names = [n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        if not isinstance(statement, ast.AugAssign) and _comes_from(statement.value, loop.call, outputs):
+            outputs |= stored
         elif loop.stream in stored:
-            raise UnsupportedModelError(
-                f"Between two layers the hidden states are changed in {source.at(statement)}: not supported."
-            )
+            target = targets[0]
+            first = target.elts[0] if isinstance(target, ast.Tuple) else target
+            if not isinstance(statement, ast.Assign) or not isinstance(first, ast.Name) or first.id != loop.stream:
+                raise UnsupportedModelError(f"Between layers the hidden states change in {source.at(statement)}.")
+            linear = isinstance(statement.value, ast.BinOp) and isinstance(statement.value.op, (ast.Mult, ast.Div))
+            yield statement, "linear" if linear else "norm"
+
+
+def _comes_from(value: ast.expr | None, call: ast.Call, names: set[str]) -> bool:
+    """Whether an expression is the output of `call`, a variable of `names`, or an element of one of them."""
+    while isinstance(value, ast.Subscript):
+        value = value.value
+    if isinstance(value, ast.IfExp):
+        return _comes_from(value.body, call, names) and _comes_from(value.orelse, call, names)
+    return value is call or (isinstance(value, ast.Name) and value.id in names)
 
 
 def collapses_hidden_states(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the owner's `output_hidden_states` be hidden states, not streams.
+    """Let a model's `output_hidden_states` be hidden states, not streams.
 
-    transformers records what the layers return; each entry is read out as the streams are after the last layer.
+    transformers records what the layers return; each entry is read out as the streams are after the last layer. A
+    forward that takes `return_dict` itself collects hidden states in its loop, where they are read out already.
     """
+    if "return_dict" in inspect.signature(forward).parameters:
+        return forward
 
     @functools.wraps(forward)
-    def forward_with_hidden_states(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, PreTrainedModel):
-            return forward(self, *args, **kwargs)
+    def forward_with_hidden_states(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return_dict = kwargs.pop("return_dict", None)
         outputs = forward(self, *args, return_dict=True, **kwargs)
         recorded = getattr(outputs, "hidden_states", None)
         if recorded is not None:
-            readout = getattr(self, READOUT)
+            readout = next(getattr(module, READOUT) for module in self.modules() if hasattr(module, READOUT))
             outputs["hidden_states"] = tuple(None if state is None else readout(state) for state in recorded)
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 UNKNOWN = object()
 """What `evaluate` returns for an expression whose value the instance alone does not settle."""
 
-# These change after conversion.
-_CHANGING = {"training", "gradient_checkpointing"}
+STREAM = object()
+"""What stands for a variable that holds a stream: nothing is known of it but that it is not None."""
+
+# These change after conversion; BigBird switches its attention type with the length of the input.
+_CHANGING = {"training", "gradient_checkpointing", "attention_type"}
 
 _COMPARISONS = {
     ast.Eq: operator.eq,
@@ -42,7 +45,7 @@ def evaluate(node: ast.expr, instance: nn.Module, scope: dict[str, Any]) -> Any:
         if node.id == "self":
             return instance
         value = scope.get(node.id, UNKNOWN)
-        return value if isinstance(value, (type, str, int, float, tuple, frozenset)) else UNKNOWN
+        return value if value is STREAM or isinstance(value, (type, str, int, float, tuple, frozenset)) else UNKNOWN
     if isinstance(node, ast.Attribute):
         return _attribute(evaluate(node.value, instance, scope), node.attr)
     if isinstance(node, ast.Subscript):
@@ -63,6 +66,8 @@ def evaluate(node: ast.expr, instance: nn.Module, scope: dict[str, Any]) -> Any:
         left, right = (evaluate(side, instance, scope) for side in (node.left, node.comparators[0]))
         if left is UNKNOWN or right is UNKNOWN:
             return UNKNOWN
+        if (left is STREAM or right is STREAM) and not isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            return UNKNOWN
         try:
             return _COMPARISONS[type(node.ops[0])](left, right)
         except TypeError:
@@ -73,7 +78,7 @@ def evaluate(node: ast.expr, instance: nn.Module, scope: dict[str, Any]) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    if owner is UNKNOWN or isinstance(owner, Tensor) or name in _CHANGING:
+    if owner is UNKNOWN or owner is STREAM or isinstance(owner, Tensor) or name in _CHANGING:
         return UNKNOWN
     return getattr(owner, name, UNKNOWN)
 
@@ -87,7 +92,7 @@ def _bool_op(node: ast.BoolOp, instance: nn.Module, scope: dict[str, Any]) -> An
 
 
 def _call(function: str, arguments: list[Any]) -> Any:
-    if any(argument is UNKNOWN for argument in arguments):
+    if any(argument is UNKNOWN or argument is STREAM for argument in arguments):
         return UNKNOWN
     if function == "hasattr" and len(arguments) == 2:
         return hasattr(*arguments)

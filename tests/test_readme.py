@@ -1,0 +1,47 @@
+"""The code in the README runs as it stands; only the pretrained model is a tiny one."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny
+from transformers import AutoModelForCausalLM
+
+import resswap
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+@pytest.fixture
+def pretrained(tmp_path, monkeypatch):
+    """A folder that from_pretrained finds under the name of the model on the Hub."""
+    tiny("llama", vocab_size=256).save_pretrained(tmp_path / "HuggingFaceTB/SmolLM2-135M")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_python_blocks_run_one_after_the_other(pretrained, capsys):
+    namespace = {}
+    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(compile(block, "README.md", "exec"), namespace)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in resswap.available_schemes())
+    assert "model.layers.0.attn_connection" in printed
+    assert len(resswap.connections(AutoModelForCausalLM.from_pretrained("smollm2-mhc"))) == 6
+
+
+def test_the_diff_is_what_resswap_shows():
+    shown = re.search(r"```diff\n(.*?)```", README, re.DOTALL)[1]
+    assert shown.strip() in resswap.diff(resswap.convert(tiny("llama")))
+
+
+def test_every_scheme_is_in_the_table():
+    for scheme in resswap.available_schemes():
+        assert f"| `{scheme}` |" in README
+
+
+def test_logits_stay(pretrained):
+    model = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+    ids = torch.arange(20)[None]
+    before = model(ids).logits
+    torch.testing.assert_close(resswap.convert(model, scheme="mhc", num_streams=4)(ids).logits, before)
