@@ -1,10 +1,11 @@
 """Make transformers' Auto classes build converted models."""
 
+import importlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -35,7 +36,22 @@ def model_classes(family: type[PreTrainedConfig]) -> dict[type[_BaseAutoModelCla
             model_class = mapping[family] if mapping is not None and family in mapping else None
             if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
                 found[auto_class] = model_class
+    causal = _causal_model(family)
+    if causal is not None:
+        found.setdefault(AutoModelForCausalLM, causal)
     return found
+
+
+def _causal_model(family: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
+    """The causal language model of a family, which no Auto class may know: that of the text decoder of a composite."""
+    try:
+        module = importlib.import_module(family.__module__.replace("configuration_", "modeling_"))
+    except ImportError:
+        return None
+    names = (name for name in vars(module) if name.endswith("ForCausalLM"))
+    classes = [getattr(module, name) for name in names]
+    found = [cls for cls in classes if getattr(cls, "config_class", None) is family]
+    return found[0] if len(found) == 1 else None
 
 
 @cache

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from resswap.auto import register_auto_classes
+from resswap.auto import model_classes, register_auto_classes
 from resswap.configuration import MODEL_TYPE, residual_config_class, restored
 from resswap.conversion import complete
 from resswap.errors import CheckpointError
@@ -30,10 +29,10 @@ class ResswapConfig(PreTrainedConfig):
                 f"config.json: residual.base_model_type is {base_model_type!r}, which this version of transformers "
                 "does not know."
             )
-        if base_model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        family = CONFIG_MAPPING[base_model_type]
+        if AutoModelForCausalLM not in model_classes(family):
             raise CheckpointError(f"config.json: residual.base_model_type is {base_model_type!r}, not a decoder.")
         config_dict.pop("auto_map", None)  # the code that is installed is the one to use
-        family = CONFIG_MAPPING[base_model_type]
         register_auto_classes(family, complete)
         try:
             return residual_config_class(family).from_dict(config_dict, **kwargs)

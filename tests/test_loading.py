@@ -92,16 +92,32 @@ def test_schemes_side_by_side(tmp_path):
         assert torch.equal(logits(model, input_ids()), logits(models[scheme], input_ids()))
 
 
+def make_trainer(model, folder, **arguments):
+    data = [{"input_ids": row, "labels": row} for row in input_ids(16)]
+    arguments = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2, **arguments}
+    return Trainer(model, TrainingArguments(folder, per_device_train_batch_size=4, **arguments), train_dataset=data)
+
+
 def test_a_trainer_s_checkpoint_carries_the_code(tmp_path):
     model = resswap.convert(tiny("llama"))
-    data = [{"input_ids": row, "labels": row} for row in input_ids(4)]
-    arguments = {"max_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2}
-    trainer = Trainer(model, TrainingArguments(tmp_path, **arguments), train_dataset=data)
+    trainer = make_trainer(model, tmp_path, max_steps=1)
     trainer.train()
     trainer.save_model()
     for folder in (tmp_path, tmp_path / "checkpoint-1"):
         assert (folder / "modeling_resswap.py").is_file() and not list(folder.glob("pytorch_model*"))
         assert torch.equal(logits(load(folder), input_ids()), logits(model.eval(), input_ids()))
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "mhc"), ("llama", "attnres"), ("gpt2", "mhc")])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_trainer_resumes(family, scheme, loaded, tmp_path):
+    """The resumed model is a fresh conversion, or what was loaded from another checkpoint."""
+    model = resswap.convert(tiny(family), scheme)
+    make_trainer(model, tmp_path, max_steps=4, save_steps=1).train()
+    resumed = load(tmp_path / "checkpoint-1") if loaded else resswap.convert(tiny(family), scheme)
+    make_trainer(resumed, tmp_path / "resumed", max_steps=4).train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    for name, parameter in resumed.named_parameters():
+        torch.testing.assert_close(parameter, model.get_parameter(name), rtol=1e-6, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -151,9 +167,9 @@ def test_param_dtype_and_new_devices():
     assert {(p.dtype, p.device.type) for p in new_parameters(empty).values()} == {(torch.float32, "cpu")}
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "float32", 3])
 def test_param_dtype_that_is_not_allowed(dtype):
-    with pytest.raises(resswap.OptionError, match="param_dtype=torch"):
+    with pytest.raises(resswap.OptionError, match=f"param_dtype={dtype!r}; allowed: torch.float32"):
         resswap.convert(tiny("llama"), param_dtype=dtype)
 
 

@@ -27,8 +27,10 @@ def bundle(model: PreTrainedModel, scheme: SchemeConfig) -> Code:
     heads = {auto.__name__: head for auto, head in model_classes(family).items() if not auto.__name__.startswith("_")}
     used = [*(rewritten.original for rewritten in found.classes), *heads.values(), family]
     outside = [cls for cls in used if not cls.__module__.startswith("transformers.")]
-    if outside or not heads:
-        raise UnsupportedModelError(f"{(outside or [family])[0].__name__} is not part of transformers.")
+    if outside:
+        raise UnsupportedModelError(f"{outside[0].__name__} is not part of transformers.")
+    if not heads:
+        raise UnsupportedModelError(f"No Auto class of transformers knows {family.__name__}.")
 
     decorators = {rewritten.decorator for rewritten in found.classes} - {None}
     needed = {
