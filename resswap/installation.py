@@ -87,6 +87,12 @@ class ConvertedModel:
         """As the family's, but no parameter may be missing, left over, or of another shape."""
         return load_checked(super().from_pretrained, *args, **kwargs)
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As the family's, with the parameters under their own names."""
+        # Trainer and Accelerate load files as they are, without the renamings and mergings of `from_pretrained`.
+        kwargs.setdefault("save_original_format", False)
+        super().save_pretrained(*args, **kwargs)
+
     @classmethod
     def is_custom_code(cls) -> bool:
         """No: its parameters are named, stored and initialised as the family's."""

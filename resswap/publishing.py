@@ -110,7 +110,9 @@ class PublishedModel:
     def save_pretrained(
         self, save_directory: str | os.PathLike, *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """As the family's, with a `README.md` where there is none."""
+        """As the family's, with the parameters under their own names, and a `README.md` where there is none."""
+        # Trainer and Accelerate load files as they are, without the renamings and mergings of `from_pretrained`.
+        kwargs.setdefault("save_original_format", False)
         hub = {}
         if push_to_hub:
             names = ("repo_id", "private", "revision", "create_pr", "commit_message")

@@ -108,7 +108,7 @@ def test_a_trainer_s_checkpoint_carries_the_code(tmp_path):
         assert torch.equal(logits(load(folder), input_ids()), logits(model.eval(), input_ids()))
 
 
-@pytest.mark.parametrize(("family", "scheme"), [("llama", "mhc"), ("llama", "attnres"), ("gpt2", "mhc")])
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "attnres"), ("gpt2", "mhc"), ("mixtral", "mhc")])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_trainer_resumes(family, scheme, loaded, tmp_path):
     """The resumed model is a fresh conversion, or what was loaded from another checkpoint."""

@@ -1,6 +1,6 @@
 """What conversion did to a model, in the words of the code that is to do it again."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -100,21 +100,21 @@ def _part(modules: dict[str, nn.Module], classes: dict[type, Rewritten]) -> str:
     named = [f'"{name}": {_rewritten(type(modules[name]), classes).name}' for name in modules if name not in new]
     # Connections in the order of their indices, which `installation` counts up.
     order = sorted(new, key=lambda name: (not isinstance(new[name], Connection), getattr(new[name], "index", 0)))
-    return f"Part({{{_lines(named)}}}, ({_lines(_slot(name, new[name]) for name in order)}))"
+    slots = [_slot(name, new[name]) for name in order]
+    arguments = "".join(
+        f"            {left}\n"
+        + "".join(f"                {element},\n" for element in elements)
+        + f"            {right},\n"
+        for left, elements, right in (("{", named, "}"), ("(", slots, ")"))
+        if elements
+    )
+    return f"Part(\n{arguments}        )"
 
 
 def _slot(name: str, module: ResidualModule) -> str:
     kind = "" if module.kind == "connection" else f', "{module.kind}"'
     begins = ", begins=True" if module.begins else ""
     return f'Slot("{name}"{kind}{begins})'
-
-
-def _lines(expressions: Iterable[str]) -> str:
-    """Elements of a literal, each on its own line where there are several."""
-    listed = list(expressions)
-    if len(listed) < 2:
-        return "".join(f"{expression}," for expression in listed)
-    return "".join(f"\n                {expression}," for expression in listed) + "\n            "
 
 
 def _rewritten(cls: type, classes: dict[type, Rewritten]) -> Rewritten:

@@ -104,8 +104,9 @@ class Converted(ConvertedModel):
 
     @staticmethod
     def conversion():
+        model = {structure.model}
 {"".join(definitions)}        return Conversion(
-            model={structure.model},
+            model=model,
             owner="{structure.owner}",
             list_name="{structure.list_name}",
             layers=({listed}
