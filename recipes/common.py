@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,13 +36,25 @@ def one_line(error: BaseException, limit: int = 400) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def need(module: str) -> ModuleType:
+def make_folder(name: str) -> Path:
+    """The folder, made if it does not exist; asked for before the work whose results go there."""
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"cannot write to the folder {name}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise RecipeError(f"cannot write to the folder {name}: permission denied")
+    return folder
+
+
+def need(module: str, extra: str = "recipes") -> ModuleType:
     """Import an optional package, or say how to get it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise RecipeError(f"{package} is not installed; run: pip install 'resswap[recipes]'") from error
+        raise RecipeError(f"{package} is not installed; run: pip install 'resswap[{extra}]'") from error
 
 
 def parse_options(text: str | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""The model of a run: loaded or new, converted or not, and which of its parameters conversion added."""
+"""The model of a run: loaded or new, converted or not."""
 
 import difflib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,21 +17,24 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 import resswap
+from resswap.preconditions import drop_dequantized_flag
 from resswap.schemes import scheme_config
-from resswap.surgery import EXPAND, READOUT
 
 PLAIN = "residual"
 
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     """The tokenizer that was named, else the pretrained model's, else one that needs no files: bytes."""
-    if args.tokenizer_name:
-        return _load(AutoTokenizer, "tokenizer", args.tokenizer_name, args)
-    if args.model_name_or_path:
-        return _load(AutoTokenizer, "tokenizer", args.model_name_or_path, args, gguf_file=args.gguf_file)
-    return ByT5Tokenizer(extra_ids=0)
+    name = args.tokenizer_name or args.model_name_or_path
+    if name is None:
+        return ByT5Tokenizer(extra_ids=0)
+    options = {} if args.tokenizer_name else {"gguf_file": args.gguf_file}
+    # AutoTokenizer takes Mistral's class for every model of that type, whatever tokenizer was saved beside it.
+    is_bytes = Path(name).is_dir() and get_tokenizer_config(name).get("tokenizer_class") == "ByT5Tokenizer"
+    return _load(ByT5Tokenizer if is_bytes else AutoTokenizer, "tokenizer", name, args, **options)
 
 
 def load_config(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -76,22 +80,43 @@ def check_scheme(config: PreTrainedConfig, scheme: str | None, options: dict[str
     return True
 
 
-def load_model(args: ModelArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model that the options describe, in float32: loaded or new, then converted if the options ask for it."""
+def load_model(
+    args: ModelArguments, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, meta: bool = False
+) -> PreTrainedModel:
+    """The model that the options describe, in float32: loaded or new, then converted if the options ask for it.
+
+    With `meta` it has no weights, and takes no memory.
+    """
     options = parse_options(args.scheme_options)
     converts = check_scheme(config, args.scheme, options)
-    if args.model_name_or_path:
+    if meta:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    elif args.model_name_or_path:
         model = _load(
             AutoModelForCausalLM, "model", args.model_name_or_path, args, gguf_file=args.gguf_file, dtype=torch.float32
         )
     else:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code, dtype=torch.float32)
+    drop_dequantized_flag(model)  # which would keep a plain model from being saved
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise RecipeError(f"the tokenizer has {len(tokenizer)} tokens, but the model only {rows}; they do not fit")
     if converts:
         resswap.convert(model, scheme=args.scheme, **options)
     return model
+
+
+def add_lora(model: PreTrainedModel, args: ModelArguments) -> torch.nn.Module:
+    """The model with LoRA adapters, which train together with the connections if it is converted."""
+    from peft import LoraConfig, get_peft_model  # takes seconds, so only where it is needed
+
+    options = {"lora_alpha": args.lora_alpha or 2 * args.lora_r, "lora_dropout": args.lora_dropout}
+    if hasattr(model.config, "residual"):
+        config = resswap.lora_config(model, args.lora_r, **options)
+    else:
+        config = LoraConfig(r=args.lora_r, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    return get_peft_model(model, config)
 
 
 def _load(auto_class: Any, what: str, name: str, args: ModelArguments, **options: Any) -> Any:
@@ -103,20 +128,6 @@ def _load(auto_class: Any, what: str, name: str, args: ModelArguments, **options
         raise RecipeError(
             f"there is no {what} in the folder or on the Hub under {name!r}: {one_line(error)}"
         ) from error
-
-
-def added_parameters(model: PreTrainedModel) -> list[str]:
-    """The names of the parameters that conversion added: the connections' and the read-out's."""
-    ends = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in (EXPAND, READOUT)]
-    owners = tuple(f"{name}." for name in [*resswap.connections(model), *ends])
-    return [name for name, _ in model.named_parameters() if name.startswith(owners)]
-
-
-def freeze_all_but(model: PreTrainedModel, names: list[str]) -> None:
-    """Train the parameters `names`, and nothing else."""
-    trained = set(names)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
 
 
 def block_losses(model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:

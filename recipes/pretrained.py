@@ -14,18 +14,10 @@ import torch
 import transformers
 from accelerate.utils import set_seed
 from arguments import ModelArguments
-from common import RecipeError, parse_options, run
+from common import RecipeError, make_folder, parse_options, run
 from data import load_blocks, load_texts
 from datasets import Dataset
-from models import (
-    added_parameters,
-    block_losses,
-    check_scheme,
-    freeze_all_but,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from models import block_losses, check_scheme, load_config, load_model, load_tokenizer
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
@@ -47,7 +39,9 @@ class PretrainedArguments:
     prompt: str = field(default="The with statement in Python", metadata={"help": "Text to continue."})
     max_new_tokens: int = field(default=64, metadata={"help": "Tokens to continue it by."})
     steps: int = field(default=40, metadata={"help": "Training steps, of the connections only."})
-    learning_rate: float = field(default=5e-3, metadata={"help": "Learning rate of AdamW."})
+    learning_rate: float = field(
+        default=5e-3, metadata={"help": "Learning rate of AdamW; attention residuals need a tenth."}
+    )
     batch_size: int = field(default=1, metadata={"help": "Blocks per step."})
     block_size: int = field(default=128, metadata={"help": "Tokens per block."})
     max_eval_samples: int = field(default=8, metadata={"help": "Held-out blocks to evaluate on."})
@@ -69,6 +63,7 @@ def main() -> None:
     options = parse_options(args.scheme_options)
     if not check_scheme(config, args.scheme, options):
         raise RecipeError("--scheme residual, or a model that is converted already, leaves nothing to convert")
+    make_folder(args.output_dir)
     train_blocks, eval_blocks = load_blocks(load_texts(), tokenizer, args.block_size)
     eval_ids = eval_blocks[: args.max_eval_samples]["input_ids"]
     model = load_model(source, config, tokenizer).eval()
@@ -82,8 +77,7 @@ def main() -> None:
     print(f"held-out loss {loss:.6f}\n{text}")
 
     resswap.convert(model, scheme=args.scheme, **options)
-    added = added_parameters(model)
-    sizes = sum(model.get_parameter(name).numel() for name in added)
+    sizes = sum(parameter.numel() for parameter in resswap.added_parameters(model).values())
     print(
         f"\n== Converted to {args.scheme}: {sizes:,} parameters more in {len(resswap.connections(model))} connections"
     )
@@ -93,7 +87,7 @@ def main() -> None:
     print(f"largest difference of a logit {(logits_of(model, eval_ids) - logits).abs().max():.1e}")
 
     print(f"\n== Training the connections only, {args.steps} steps of {args.batch_size}×{args.block_size} tokens")
-    freeze_all_but(model, added)
+    resswap.freeze_base(model)
     start = time.perf_counter()
     train(model, train_blocks, args)
     trained = held_out_loss(model, eval_ids)
@@ -117,9 +111,7 @@ def packaged_folder() -> str:
 
 def train(model: PreTrainedModel, blocks: Dataset, args: PretrainedArguments) -> None:
     """AdamW with a learning rate that falls to zero, on what requires a gradient."""
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], args.learning_rate, weight_decay=0
-    )
+    optimizer = torch.optim.AdamW(resswap.param_groups(model, args.learning_rate))
     scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 0, args.steps)
     loader = DataLoader(blocks, args.batch_size, shuffle=True, drop_last=True)
     stream = itertools.chain.from_iterable(itertools.repeat(loader))

@@ -6,24 +6,49 @@
 Importing it lets transformers' Auto classes load models that were saved after a conversion.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import hub as hub
 from .conversion import connections, convert, diff, revert
 from .errors import CheckpointError, OptionError, ResswapError, UnsupportedModelError
 from .publishing import push_to_hub
 from .schemes import Connection, SchemeConfig, available_schemes
+from .training import added_parameters, freeze_base, load_connections, param_groups, save_connections
 from .version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from .adapters import load_adapter, lora_config
+    from .callback import ResidualCallback
 
 __all__ = [
     "CheckpointError",
     "Connection",
     "OptionError",
+    "ResidualCallback",
     "ResswapError",
     "SchemeConfig",
     "UnsupportedModelError",
+    "added_parameters",
     "available_schemes",
     "connections",
     "convert",
     "diff",
+    "freeze_base",
+    "load_adapter",
+    "load_connections",
+    "lora_config",
+    "param_groups",
     "push_to_hub",
     "revert",
+    "save_connections",
 ]
+
+# These import PEFT and the Trainer, which takes seconds.
+_LAZY = {"ResidualCallback": "callback", "load_adapter": "adapters", "lora_config": "adapters"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -182,6 +182,5 @@ def restored(config_dict: dict[str, Any]) -> dict[str, Any]:
     residual = config_dict.get("residual")
     described_scheme(residual)
     output = {**config_dict, "model_type": residual["base_model_type"]}
-    if output.get(_GUARD_FIELD) == _GUARD:
-        del output[_GUARD_FIELD]
+    output.pop(_GUARD_FIELD, None)
     return output

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, DatasetDict
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, MistralConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
+from arguments import ModelArguments  # noqa: E402
 from common import RecipeError, parse_options  # noqa: E402
 from data import embedded_corpus, load_blocks, load_texts, make_blocks  # noqa: E402
+from models import load_tokenizer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +185,11 @@ def test_parse_options():
     assert parse_options(None) == {}
     with pytest.raises(RecipeError, match="'num_streams'; write name=value"):
         parse_options("num_streams")
+
+
+def test_the_byte_tokenizer_is_found_again_beside_a_model_of_any_type(tmp_path):
+    """AutoTokenizer insists on Mistral's own class for models of that type."""
+    MistralConfig().save_pretrained(tmp_path)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(ModelArguments(model_name_or_path=str(tmp_path)))
+    assert isinstance(tokenizer, ByT5Tokenizer) and len(tokenizer) == 259

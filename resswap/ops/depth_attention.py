@@ -4,12 +4,13 @@ A logit is `q . RMSNorm(v; w) = (v . (q * w)) / rms(v)`: one pass over v, no nor
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .plain import needs_plain, needs_plain_backward, plain_backward
 from .precision import no_autocast, wide
 from .spans import spans
 
@@ -17,7 +18,7 @@ from .spans import spans
 def depth_attention(sources: Sequence[Tensor], query: Tensor, key_weight: Tensor | None, eps: float) -> Tensor:
     """`x = k sum_i alpha_i v_i`, `alpha = softmax_i(query . RMSNorm(v_i; key_weight))`, k the number of sources.
 
-    The paper has no factor k; with it a query of zero gives the plain sum of the sources. Differentiable once.
+    The paper has no factor k; with it a query of zero gives the plain sum of the sources.
 
     Args:
         sources: the v_i, each `[..., C]`, all of one shape and dtype.
@@ -28,7 +29,7 @@ def depth_attention(sources: Sequence[Tensor], query: Tensor, key_weight: Tensor
     Returns:
         `[..., C]` in the sources' dtype; logits, softmax and sum are float32 (float64 for float64 sources).
     """
-    if torch.compiler.is_compiling():
+    if needs_plain():
         return depth_attention_reference(sources, query, key_weight, eps)
     return _DepthAttention.apply(query, key_weight, eps, *sources)
 
@@ -69,12 +70,15 @@ class _DepthAttention(torch.autograd.Function):
                     total.addcmul_(v[s], weight[s])
                 x[s] = total
             ctx.save_for_backward(query, key_weight, products, rstd, *sources)
+            ctx.eps = eps
             return x.view(sources[0].shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key_weight, products, rstd, *sources = ctx.saved_tensors
+        if needs_plain_backward(grad):
+            grads = plain_backward(partial(_reference, eps=ctx.eps), [query, key_weight, *sources], [grad])
+            return *grads[:2], None, *grads[2:]
         need_query, need_key_weight, _, *need_sources = ctx.needs_input_grad
         probe = _probe(query, key_weight, grad)
         with no_autocast(probe):
@@ -109,6 +113,10 @@ class _DepthAttention(torch.autograd.Function):
                 None,
                 *grads,
             )
+
+
+def _reference(query: Tensor, key_weight: Tensor | None, *sources: Tensor, eps: float) -> Tensor:
+    return depth_attention_reference(sources, query, key_weight, eps)
 
 
 def _probe(query: Tensor, key_weight: Tensor | None, like: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ Inside, tokens are last: reducing `[n, n, T]` over n reads whole vectors (5 time
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .plain import needs_plain_backward, needs_transformable, plain_backward
 from .precision import no_autocast
 
 
@@ -32,7 +33,7 @@ def sinkhorn(logits: Tensor, iters: int) -> Tensor:
 
     Softmax over k, normalise over j, then `iters - 1` times: normalise over k, normalise over j. So the sums over j
     are 1 to rounding, those over k as nearly as `iters` allows. Equals transformers' `DeepseekV4HyperConnection` at
-    hc_eps=0. Differentiable once.
+    hc_eps=0.
 
     Args:
         logits: `[..., n, n]` (j, k), float32 or float64.
@@ -47,6 +48,8 @@ def sinkhorn(logits: Tensor, iters: int) -> Tensor:
 
 def sinkhorn_tokens_last(logits: Tensor, iters: int) -> Tensor:
     """`sinkhorn` for `[n, n, T]`."""
+    if needs_transformable():
+        return _forward(logits, iters)
     # Traced by torch.compile the chain would cost many seconds per connection, so there it is one opaque operator.
     return _compiled_forward(logits, iters) if torch.compiler.is_compiling() else _Sinkhorn.apply(logits, iters)
 
@@ -54,14 +57,24 @@ def sinkhorn_tokens_last(logits: Tensor, iters: int) -> Tensor:
 class _Sinkhorn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, iters: int) -> Tensor:
-        ctx.save_for_backward(logits)
-        ctx.iters = iters
+        _save_for_backward(ctx, (logits, iters), None)
         return _forward(logits, iters)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _backward(ctx.saved_tensors[0], grad, ctx.iters), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        return _differentiate(ctx, grad, _backward)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, int], output: Tensor | None) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.iters = inputs[1]
+
+
+def _differentiate(ctx: Any, grad: Tensor, backward: Callable) -> tuple[Tensor | None, None]:
+    logits, iters = ctx.saved_tensors[0], ctx.iters
+    if needs_plain_backward(grad):
+        return *plain_backward(partial(_forward, iters=iters), [logits], [grad]), None
+    return backward(logits, grad, iters), None
 
 
 def _steps(logits: Tensor, iters: int) -> Iterator[tuple[int, Tensor]]:
@@ -74,6 +87,7 @@ def _steps(logits: Tensor, iters: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _forward(logits: Tensor, iters: int) -> Tensor:
+    """In plain operations too, so autograd can differentiate it; it only would save every step."""
     with no_autocast(logits):
         for _, log in _steps(logits, iters):
             last = log
@@ -105,13 +119,6 @@ def _(logits: Tensor, grad: Tensor, iters: int) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.iters = inputs[1]
-
-
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return _compiled_backward(ctx.saved_tensors[0], grad, ctx.iters), None
-
-
-_compiled_forward.register_autograd(_differentiate, setup_context=_save_for_backward)
+_compiled_forward.register_autograd(
+    partial(_differentiate, backward=_compiled_backward), setup_context=_save_for_backward
+)

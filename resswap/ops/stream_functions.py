@@ -5,18 +5,17 @@ recomputed. Sums run in float32 over a bounded number of tokens at a time, so no
 on a CPU, a span stays in the cache. Inside, shapes are `[T, n, C]`, T the number of tokens.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .plain import Gradients, gradients, needs_plain_backward, plain_backward
 from .precision import no_autocast, wide
 from .spans import spans
-
-Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+from .stream_formulas import Head, dynamic_read_reference, read_streams_reference, write_streams_reference
 
 # Set on a gradient that `Write` has just made, so that a read's backward may add to it in place.
 _FRESH = "_resswap_fresh"
@@ -40,8 +39,9 @@ class Write(torch.autograd.Function):
             return out.view(streams.shape)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        if needs_plain_backward(grad):
+            return plain_backward(write_streams_reference, ctx.saved_tensors, [grad])
         streams, y, post, comb = ctx.saved_tensors
         need_streams, need_y, need_post, need_comb = ctx.needs_input_grad
         with no_autocast(streams):
@@ -58,9 +58,9 @@ class Write(torch.autograd.Function):
                 if need_comb:
                     torch.bmm(x[s].to(matrix.dtype), wide_g.mT, out=grad_matrix[s])
                 if need_post:
-                    torch.sum(wide_g * row[s], -1, out=grad_weights[s, 0])
+                    grad_weights.mT[s] = torch.bmm(wide_g, row[s].to(wide_g.dtype).mT)
                 if need_y:
-                    grad_row[s, 0] = _weighted_sum(weights[s, 0], wide_g)
+                    grad_row[s] = _product(weights[s], wide_g)
                 if need_streams:
                     total = grad_x[s] if grad_x.dtype == wide_g.dtype else torch.empty_like(wide_g)
                     _add_product(total, matrix[s], wide_g, beta=0)
@@ -86,8 +86,9 @@ class Read(torch.autograd.Function):
             return x.view(*streams.shape[:-2], streams.shape[-1]), streams
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_x: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_x: Tensor | None, grad: Tensor | None) -> Gradients:
+        if needs_plain_backward(grad_x, grad):
+            return plain_backward(_read_reference, ctx.saved_tensors, [grad_x, grad])
         streams, pre = ctx.saved_tensors
         if grad_x is None:
             return grad, None
@@ -115,6 +116,7 @@ class DynamicRead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.coefficients = partial(_coefficients, head=head, eps=eps)
+        ctx.reference = partial(dynamic_read_reference, head=head, eps=eps)
         with no_autocast(streams):
             x, weight = _tokens(streams), fn.to(wide(streams.dtype))
             outputs, width = weight.shape
@@ -132,11 +134,13 @@ class DynamicRead(torch.autograd.Function):
             return branch_input, streams, post.view(shape), comb.view(*shape, shape[-1])
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, grad_x: Tensor | None, grad: Tensor | None, grad_post: Tensor | None, grad_comb: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Gradients:
         streams, fn, *small = ctx.saved_tensors
+        grads = [grad_x, grad, grad_post, grad_comb]
+        if needs_plain_backward(*grads):
+            return *plain_backward(ctx.reference, [streams, fn, *small[2:]], grads), None, None
         need_streams, need_fn, need_scale, need_base = ctx.needs_input_grad[:4]
         with no_autocast(streams):
             x, weight = _tokens(streams), fn.to(wide(streams.dtype))
@@ -149,7 +153,7 @@ class DynamicRead(torch.autograd.Function):
             with torch.enable_grad():
                 pre, post, comb = ctx.coefficients(*small)
             grad_pre = None if grad_x is None else _dot(x, grad_x)
-            grad_projected, grad_square, grad_scale, grad_base = _small_gradients(
+            grad_projected, grad_square, grad_scale, grad_base = gradients(
                 (pre, post, comb), small, (grad_pre, grad_post, grad_comb)
             )
 
@@ -171,6 +175,10 @@ class DynamicRead(torch.autograd.Function):
             return grad, grad_fn, grad_scale, grad_base, None, None
 
 
+def _read_reference(streams: Tensor, pre: Tensor) -> tuple[Tensor, Tensor]:
+    return read_streams_reference(streams, pre), streams
+
+
 def _coefficients(
     projected: Tensor, square: Tensor, scale: Tensor, base: Tensor, head: Head, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,19 +186,6 @@ def _coefficients(
     mixes = projected.permute(2, 1, 0).contiguous() * (square.t() + eps).rsqrt()
     pre, post, comb = head(mixes, scale, base)
     return pre.t(), post.t(), comb.permute(2, 0, 1)
-
-
-def _small_gradients(
-    outputs: tuple[Tensor, ...], inputs: list[Tensor], grads: tuple[Tensor | None, ...]
-) -> list[Tensor | None]:
-    """The gradients for inputs, None for those that need none; a grad of None stands for zeros."""
-    used = [(out, grad.reshape(out.shape)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if not used or not wanted:
-        return [None] * len(inputs)
-    outputs, grads = zip(*used, strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
-    return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
 
 def _tokens(tensor: Tensor) -> Tensor:
@@ -218,7 +213,7 @@ def _add_product(out: Tensor, weights: Tensor, rows: Tensor, beta: int = 1) -> T
     Rounded weights would no longer sum to 1, and equal streams would drift: so a matrix product is used only where
     nothing can have lowered its precision.
     """
-    if out.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest":
+    if rows.shape[1] > 1 and out.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest":
         return out.baddbmm_(weights, rows, beta=beta)
     for q in range(rows.shape[1]):
         weight, row = weights[:, :, q, None], rows[:, q, None]
@@ -231,26 +226,24 @@ def _add_product(out: Tensor, weights: Tensor, rows: Tensor, beta: int = 1) -> T
 
 def _read(x: Tensor, pre: Tensor) -> Tensor:
     """`[T, C]` from x `[T, n, C]` and pre `[T, n]`, in x's dtype."""
-    out = torch.empty_like(x[:, 0], memory_format=torch.contiguous_format)
+    out = torch.empty_like(x[:, :1], memory_format=torch.contiguous_format)
     for s in spans(x):
-        out[s] = _weighted_sum(pre[s], x[s])
-    return out
+        out[s] = _product(pre[s, None], x[s])
+    return out[:, 0]
 
 
-def _weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
-    """`[t, C]` from weights `[t, n]` and rows `[t, n, C]`, in the weights' dtype."""
-    total = weights[:, :1] * rows[:, 0]
-    for j in range(1, rows.shape[1]):
-        total.addcmul_(weights[:, j, None], rows[:, j])
-    return total
+def _product(weights: Tensor, rows: Tensor) -> Tensor:
+    """`weights @ rows`, as in `_add_product`; contiguous, as else baddbmm_ goes through the tokens one by one."""
+    out = rows.new_empty(weights.shape[0], weights.shape[1], rows.shape[2], dtype=weights.dtype)
+    return _add_product(out, weights.contiguous(), rows.to(weights.dtype), beta=0)
 
 
 def _dot(x: Tensor, grad_x: Tensor) -> Tensor:
     """`[T, n]` from x `[T, n, C]` and grad_x `[T, 1, C]`, wide."""
-    out = torch.empty(x.shape[:2], dtype=wide(x.dtype), device=x.device)
+    out = torch.empty(*x.shape[:2], 1, dtype=wide(x.dtype), device=x.device)
     for s in spans(x):
-        torch.sum(x[s] * grad_x[s].to(out.dtype), -1, out=out[s])
-    return out
+        torch.bmm(x[s].to(out.dtype), grad_x[s].to(out.dtype).mT, out=out[s])
+    return out[..., 0]
 
 
 def _accumulator(grad: Tensor | None, streams: Tensor) -> Tensor:

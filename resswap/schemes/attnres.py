@@ -13,11 +13,14 @@ from resswap.ops import depth_attention
 from .base import Add, Connection, Place, ResidualModule, SchemeConfig, combined, option, register_scheme
 
 
+@dataclass(frozen=True, eq=False)
 class Sources:
-    """The contributions that a depth attention can pick from, each `[batch, seq, hidden]`, the oldest first."""
+    """The contributions that a depth attention can pick from, each `[batch, seq, hidden]`, the oldest first.
 
-    def __init__(self, values: tuple[Tensor, ...]) -> None:
-        self.values = values
+    FSDP2 looks for tensors in arguments and outputs through dataclasses, others through pytrees; it is both.
+    """
+
+    values: tuple[Tensor, ...]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Sources":
         """The function applied to each source."""
@@ -28,7 +31,6 @@ class Sources:
         return self.map(lambda value: value.to(*args, **kwargs))
 
 
-# FSDP and checkpointing look for tensors in arguments and outputs through pytrees.
 _pytree.register_pytree_node(
     Sources,
     lambda sources: (list(sources.values), None),
@@ -114,6 +116,10 @@ class DepthConnection(Connection):
         self.query = None if place.begins else nn.Parameter(torch.zeros(place.hidden_size))
         self.key_weight = None if place.begins else nn.Parameter(torch.ones(place.hidden_size))
 
+    def depth_weights(self, sources: Sources) -> Tensor:
+        """The weights `[k, ...]` of k sources, which sum to 1."""
+        return _depth_weights(sources, self.query, self.key_weight, self.eps)
+
     def forward(self, sources: Sources) -> tuple[Tensor, Add]:
         if self.query is None:
             x = sources.values[0]
@@ -134,10 +140,20 @@ class DepthReadout(ResidualModule):
         self.query = nn.Parameter(torch.zeros(hidden_size))
         self.key_weight = nn.Parameter(torch.ones(hidden_size))
 
+    def depth_weights(self, sources: Sources) -> Tensor:
+        """The weights `[k, ...]` of k sources, which sum to 1."""
+        return _depth_weights(sources, self.query, self.key_weight, self.eps)
+
     def forward(self, sources: Sources | Tensor) -> Tensor:
         if isinstance(sources, Tensor):
             return sources
         return depth_attention(sources.values, self.query, self.key_weight, self.eps)
+
+
+def _depth_weights(sources: Sources, query: Tensor, key_weight: Tensor, eps: float) -> Tensor:
+    probe = query.float() * key_weight.float()
+    logits = [(v.float() @ probe) * (v.float().square().mean(-1) + eps).rsqrt() for v in sources.values]
+    return torch.stack(logits).softmax(0)
 
 
 class DepthNormMap(DepthReadout):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from resswap.ops import hc_read, write_streams
+from resswap.ops import hc_coefficients, hc_read, write_streams
 
 from .base import (
     Add,
@@ -81,6 +81,11 @@ class HCConnection(Connection):
             self.scale = nn.Parameter(torch.full((3,), config.scale_init))
         else:
             self.fn = self.scale = None
+
+    def mixing(self, streams: Tensor) -> Tensor:
+        """The mixing matrices `comb[..., j, k]` for streams `[..., n, hidden]`."""
+        comb = hc_coefficients(streams, self.fn, self.scale, self.base, self.tanh, self.eps)[2]
+        return comb.expand(*streams.shape[:-2], *comb.shape[-2:])
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
         """Streams `[batch, seq, n, hidden]`."""

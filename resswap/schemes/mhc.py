@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from resswap.errors import OptionError
-from resswap.ops import mhc_read, write_streams
+from resswap.ops import mhc_coefficients, mhc_read, write_streams
 
 from .base import (
     Add,
@@ -108,6 +108,10 @@ class MHCConnection(Connection):
         self.base = nn.Parameter(
             torch.cat([rotating_weights(n, index, config.pre_peak), torch.zeros(n), comb.flatten()])
         )
+
+    def mixing(self, streams: Tensor) -> Tensor:
+        """The mixing matrices `comb[..., j, k]` for streams `[..., n, hidden]`."""
+        return mhc_coefficients(streams, self.fn, self.scale, self.base, self.sinkhorn_iters, self.eps)[2]
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
         """Streams `[batch, seq, n, hidden]`: the branch reads `pre`; the add mixes by `comb` and writes by `post`."""

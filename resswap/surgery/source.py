@@ -205,8 +205,8 @@ def rewritten_class(cls: type[nn.Module], methods: Methods, decorator: Callable 
     # In a class of the same name, decorators and name mangling see what they saw in the original.
     source = f"class {cls.__name__}:\n" + "\n".join(text for _, text in methods)
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
-    # transformers looks up what model a method belongs to by the folders of its file.
-    filename = f"{original.__code__.co_filename}:resswap:{digest}"
+    # transformers looks up what model a method belongs to by the folders and the name of its file.
+    filename = f"resswap-{digest}:{original.__code__.co_filename}"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     flags = original.__code__.co_flags & __future__.annotations.compiler_flag
     # Names are looked up, and monkeypatches seen, in the module of the original.
