@@ -13,14 +13,14 @@ from . import hub as hub
 from .conversion import connections, convert, diff, revert
 from .coverage import Support, support
 from .errors import CheckpointError, OptionError, ResswapError, UnsupportedModelError
+from .publishing import push_to_hub
 from .schemes import Connection, SchemeConfig, available_schemes
 from .training import added_parameters, freeze_base, load_connections, param_groups, save_connections
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .adapters import load_adapter, lora_config
     from .callback import ResidualCallback
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
@@ -41,6 +41,7 @@ __all__ = [
     "load_connections",
     "lora_config",
     "param_groups",
+    "push_to_hub",
     "revert",
     "save_connections",
     "support",

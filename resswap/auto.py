@@ -1,16 +1,16 @@
 """Make transformers' Auto classes build converted models."""
 
+import importlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from resswap.configuration import residual_config_class
-from resswap.errors import CheckpointError
-from resswap.schemes import ResidualModule
+from resswap.loading import load_checked
 
 
 def register_auto_classes(family: type[PreTrainedConfig], complete: Callable[[PreTrainedModel], None]) -> None:
@@ -21,15 +21,37 @@ def register_auto_classes(family: type[PreTrainedConfig], complete: Callable[[Pr
         complete: installs in a freshly built plain model what its `config.residual` describes.
     """
     config_class = residual_config_class(family)
-    for auto_class in vars(modeling_auto).values():
-        if not (isinstance(auto_class, type) and issubclass(auto_class, _BaseAutoModelClass)):
-            continue
-        mapping = auto_class._model_mapping
-        if mapping is None or family not in mapping or config_class in mapping._extra_content:
-            continue
-        model_class = mapping[family]
-        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+    for auto_class, model_class in model_classes(family).items():
+        if config_class not in auto_class._model_mapping._extra_content:
             auto_class.register(config_class, builder(model_class, config_class, complete), exist_ok=True)
+
+
+@cache
+def model_classes(family: type[PreTrainedConfig]) -> dict[type[_BaseAutoModelClass], type[PreTrainedModel]]:
+    """Each Auto class that knows plain models of a family, with the model class it stands for."""
+    found = {}
+    for auto_class in vars(modeling_auto).values():
+        if isinstance(auto_class, type) and issubclass(auto_class, _BaseAutoModelClass):
+            mapping = auto_class._model_mapping
+            model_class = mapping[family] if mapping is not None and family in mapping else None
+            if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+                found[auto_class] = model_class
+    causal = _causal_model(family)
+    if causal is not None:
+        found.setdefault(AutoModelForCausalLM, causal)
+    return found
+
+
+def _causal_model(family: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
+    """The causal language model of a family, which no Auto class may know: that of the text decoder of a composite."""
+    try:
+        module = importlib.import_module(family.__module__.replace("configuration_", "modeling_"))
+    except ImportError:
+        return None
+    names = (name for name in vars(module) if name.endswith("ForCausalLM"))
+    classes = [getattr(module, name) for name in names]
+    found = [cls for cls in classes if getattr(cls, "config_class", None) is family]
+    return found[0] if len(found) == 1 else None
 
 
 @cache
@@ -46,12 +68,7 @@ def builder(
         complete(self)
 
     def from_pretrained(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
-        wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super(built, cls).from_pretrained(*args, output_loading_info=True, **kwargs)
-        _check_loaded(
-            model, set(info["missing_keys"]), args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        )
-        return (model, info) if wants_info else model
+        return load_checked(super(built, cls).from_pretrained, *args, **kwargs)
 
     members = {
         "__module__": __name__,
@@ -63,12 +80,3 @@ def builder(
     }
     built = type(model_class)(model_class.__name__, (model_class,), members)
     return built
-
-
-def _check_loaded(model: PreTrainedModel, missing: set[str], path: Any) -> None:
-    """Parameters of connections that a checkpoint lacks would be used uninitialised."""
-    for name, module in model.named_modules():
-        if isinstance(module, ResidualModule):
-            lost = sorted(missing & {f"{name}.{key}" for key in module.state_dict()})
-            if lost:
-                raise CheckpointError(f"{path}: the weights lack {lost[0]}, which config.json's residual asks for.")

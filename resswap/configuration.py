@@ -2,12 +2,16 @@
 
 In memory a converted model's config keeps its family's `model_type` (PEFT, generation and chat tools look it up); in
 `config.json` the type is `resswap`, so that a loader that does not know the scheme fails instead of dropping weights.
+This file travels with saved models: it imports nothing but the standard library, torch, transformers and its like.
 """
 
 import dataclasses
+import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from resswap.errors import CheckpointError, OptionError
@@ -16,19 +20,47 @@ from resswap.schemes import SchemeConfig, scheme_config
 MODEL_TYPE = "resswap"
 FORMAT_VERSION = 1
 # A class that is asked for by name, as in LlamaForCausalLM.from_pretrained, does not look at the model type. It does
-# take the name of the weights' file from this field, finds that it is none, and shows it.
+# take the name of the weights' file from this field, finds that it is none, and shows it. Tokenizers do not mind.
 _GUARD_FIELD = "transformers_weights"
-_GUARD = "(this checkpoint needs resswap: pip install resswap, import resswap, and load it with an Auto class)"
+_GUARD = (
+    "(this checkpoint needs resswap: pip install resswap, import resswap, and load it with an Auto class; or, to run "
+    "the code that it brings along, load it with an Auto class and trust_remote_code=True)"
+)
+_REQUIRED = {"format_version": int, "base_model_type": str, "scheme": str, "options": dict}
+_OPTIONAL = {"base_model": str, "param_dtype": str}
+_CODE = "_residual_code"
 
 
-def describe(config: SchemeConfig, base_model_type: str) -> dict[str, Any]:
-    """The value of `config.residual` for a scheme and the family it was applied to."""
-    return {
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """The code that a saved model brings along: the text of each file, and config.json's `auto_map`."""
+
+    files: dict[str, str]
+    auto_map: dict[str, str]
+
+
+def describe(
+    config: SchemeConfig, base_model_type: str, base_model: str | None = None, param_dtype: torch.dtype | None = None
+) -> dict[str, Any]:
+    """The value of `config.residual`.
+
+    Args:
+        config: the scheme and its options.
+        base_model_type: the family it is applied to.
+        base_model: the Hub repository of the model that was converted, if it has one.
+        param_dtype: the dtype that the new parameters keep, whatever the model is cast to.
+    """
+    residual = {
         "format_version": FORMAT_VERSION,
         "base_model_type": base_model_type,
         "scheme": config.scheme,
         "options": dataclasses.asdict(config),
     }
+    if base_model is not None:
+        residual["base_model"] = base_model
+    if param_dtype is not None:
+        residual["param_dtype"] = str(param_dtype).removeprefix("torch.")
+    return residual
 
 
 def described_scheme(residual: Any) -> SchemeConfig:
@@ -39,18 +71,44 @@ def described_scheme(residual: Any) -> SchemeConfig:
     """
     if not isinstance(residual, dict):
         raise CheckpointError(f"config.json: `residual` is {residual!r}, not a description of a residual scheme.")
-    for name, kind in {"format_version": int, "base_model_type": str, "scheme": str, "options": dict}.items():
-        if not isinstance(residual.get(name), kind):
-            raise CheckpointError(f"config.json: residual.{name} is {residual.get(name)!r}, not a {kind.__name__}.")
-    if residual["format_version"] > FORMAT_VERSION:
+    for name, kind in (_REQUIRED | {key: kind for key, kind in _OPTIONAL.items() if key in residual}).items():
+        value = residual.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(f"config.json: residual.{name} is {value!r}, not a {kind.__name__}.")
+    version = residual["format_version"]
+    if version > FORMAT_VERSION:
         raise CheckpointError(
-            f"config.json: residual.format_version is {residual['format_version']}, newer than the {FORMAT_VERSION} "
-            "that this version of resswap reads. Upgrade resswap."
+            f"config.json: residual.format_version is {version}, newer than the {FORMAT_VERSION} that this version "
+            "of resswap reads. Upgrade resswap."
         )
+    if version < 1:
+        raise CheckpointError(f"config.json: residual.format_version is {version}; the first one is 1.")
+    unknown = sorted(str(name) for name in residual if name not in _REQUIRED | _OPTIONAL)
+    if unknown:
+        raise CheckpointError(f"config.json: residual.{unknown[0]} is not a field of format version {version}.")
+    described_dtype(residual)
     try:
         return scheme_config(residual["scheme"], residual["options"])
     except OptionError as error:
         raise CheckpointError(f"config.json: residual: {error}") from error
+
+
+def described_dtype(residual: dict[str, Any]) -> torch.dtype | None:
+    """The dtype that the new parameters keep; None if they follow the model.
+
+    Raises:
+        CheckpointError: it is not a floating dtype of torch.
+    """
+    name = residual.get("param_dtype")
+    dtype = None if name is None else getattr(torch, name, None)
+    if name is not None and not is_parameter_dtype(dtype):
+        raise CheckpointError(f"config.json: residual.param_dtype is {name!r}; allowed: float32, bfloat16 and such.")
+    return dtype
+
+
+def is_parameter_dtype(dtype: Any) -> bool:
+    """Whether it is a dtype that parameters can be trained in."""
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
 
 
 class ResidualConfigMixin:
@@ -58,15 +116,41 @@ class ResidualConfigMixin:
 
     residual: dict[str, Any]
 
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `config.json` says, and the arguments that are left.
+
+        Raises:
+            CheckpointError: `residual` does not describe a scheme that is known here.
+        """
+        config_dict, unused = super().get_config_dict(*args, **kwargs)
+        return (restored(config_dict) if config_dict.get("model_type") == MODEL_TYPE else config_dict), unused
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config in memory, without the code that is saved beside it."""
+        output = super().to_dict()
+        output.pop(_CODE, None)
+        return output
+
     def to_diff_dict(self) -> dict[str, Any]:
         """What is written to `config.json`."""
         output = super().to_diff_dict()
         output["model_type"] = MODEL_TYPE
         output[_GUARD_FIELD] = _GUARD
+        code = vars(self).get(_CODE)
+        if code is not None:
+            output["auto_map"] = dict(code.auto_map)
         return output
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _new_config, (family_config_class(type(self)),), self.__dict__
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """Write `config.json` and, beside it, the code that loads the model where resswap is not installed."""
+        code = vars(self).get(_CODE)
+        if code is not None:
+            folder = Path(save_directory)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in code.files.items():
+                (folder / name).write_text(text, encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)
 
 
 @cache
@@ -77,6 +161,7 @@ def residual_config_class(family: type[PreTrainedConfig]) -> type[PreTrainedConf
         "__module__": __name__,
         "__qualname__": name,
         "__doc__": family.__doc__,
+        "__reduce_ex__": lambda self, protocol: (_new_config, (family,), self.__dict__),
         "model_type": family.model_type,
     }
     return type(family)(name, (ResidualConfigMixin, family), members)

@@ -3,20 +3,32 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import logging
 
 from resswap import surgery
 from resswap.auto import register_auto_classes
-from resswap.configuration import describe, described_scheme, family_config_class, residual_config_class
-from resswap.errors import UnsupportedModelError
+from resswap.bundle import bundle
+from resswap.configuration import (
+    Code,
+    describe,
+    described_dtype,
+    described_scheme,
+    family_config_class,
+    is_parameter_dtype,
+    residual_config_class,
+)
+from resswap.errors import OptionError, UnsupportedModelError
+from resswap.planning import Change, plan_conversion
 from resswap.preconditions import check_convertible, drop_dequantized_flag
-from resswap.schemes import Connection, Place, ResidualModule, SchemeConfig, scheme_config
+from resswap.publishing import hub_id, published_class, unpublished_class
+from resswap.schemes import Connection, ResidualModule, SchemeConfig, scheme_config
+
+logger = logging.get_logger(__name__)
 
 
 def convert(
@@ -31,8 +43,9 @@ def convert(
     Args:
         model: a transformers decoder, with or without a head; not compiled, wrapped or dispatched yet.
         scheme: a key of `resswap.available_schemes()`.
-        param_dtype: dtype of the new parameters; that of the layer's own parameters if not given. The arithmetic of
-            the coefficients is float32 (float64 for a float64 model) in any case.
+        param_dtype: dtype of the new parameters, which they keep whatever the model is cast to or loaded in. If not
+            given, they take that of the layer's own parameters, and follow it. The arithmetic of the coefficients is
+            float32 (float64 for a float64 model) in any case.
         options: the scheme's options, fields of the dataclass in `resswap.available_schemes()`.
 
     Returns:
@@ -43,14 +56,17 @@ def convert(
         UnsupportedModelError: the model cannot be converted; it is left exactly as it was.
     """
     config = scheme_config(scheme, options)
+    if param_dtype is not None and not is_parameter_dtype(param_dtype):
+        raise OptionError(f"param_dtype={param_dtype!r}; allowed: torch.float32, torch.bfloat16 and such.")
     check_convertible(model)
     family = type(model.config)
     register_auto_classes(family, complete)
     _install(model, config, param_dtype)
     _give_own_config(model)
     model.config.__class__ = residual_config_class(family)
-    model.config.residual = describe(config, family.model_type)
+    model.config.residual = describe(config, family.model_type, hub_id(model.config.name_or_path), param_dtype)
     drop_dequantized_flag(model)
+    _make_publishable(model, config)
     return model
 
 
@@ -66,8 +82,30 @@ def _give_own_config(model: PreTrainedModel) -> None:
 
 def complete(model: PreTrainedModel) -> None:
     """Install what `model.config.residual` describes in a freshly built model of the family."""
-    if not connections(model):
-        _install(model, described_scheme(model.config.residual), None)
+    if connections(model):
+        return
+    config = described_scheme(model.config.residual)
+    _install(model, config, described_dtype(model.config.residual))
+    _make_publishable(model, config)
+
+
+def _make_publishable(model: PreTrainedModel, config: SchemeConfig) -> None:
+    """Give a converted model what it is saved and pushed with: its own code, tags and a model card."""
+    model.config._residual_code = _code(model, config)
+    model.add_model_tags(["resswap", config.scheme])
+    for module in model.modules():
+        if module is model or (
+            isinstance(module, PreTrainedModel) and surgery.rewritten_methods(type(module)) is not None
+        ):
+            module.__class__ = published_class(type(module))
+
+
+def _code(model: PreTrainedModel, config: SchemeConfig) -> Code | None:
+    try:
+        return bundle(model, config)
+    except UnsupportedModelError as error:
+        logger.warning(f"The model will be saved without code of its own, and load with resswap only: {error}")
+        return None
 
 
 def revert(model: PreTrainedModel, *, discard_trained: bool = False) -> PreTrainedModel:
@@ -90,17 +128,25 @@ def revert(model: PreTrainedModel, *, discard_trained: bool = False) -> PreTrain
     installed = _installed(model)
     if not discard_trained:
         _check_untrained(model)
+    model.__class__ = unpublished_class(type(model))
+    ours = ("resswap", model.config.residual["scheme"])
+    model.model_tags = [tag for tag in model.model_tags or () if tag not in ours] or None
     for module, names in installed.items():
         for name in names:
             delattr(module, name)
         module.__class__ = surgery.original_class(type(module))
     model.config.__class__ = family_config_class(type(model.config))
-    del model.config.residual
+    del model.config.residual, model.config._residual_code
     return model
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:
-    """The connections of a model by name, in the order of depth; empty if it is not converted."""
+    """The connections of a model by name, in the order of depth; empty if it is not converted.
+
+    Raises:
+        UnsupportedModelError: it is no model.
+    """
+    _check_is_module(model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, Connection)}
     return dict(sorted(found.items(), key=lambda item: item[1].index))
 
@@ -111,23 +157,20 @@ def diff(model: nn.Module) -> str:
     Raises:
         UnsupportedModelError: the model is not converted.
     """
+    _check_is_module(model)
     classes = dict.fromkeys(type(module) for module in model.modules() if surgery.rewritten_methods(type(module)))
     if not classes:
         raise UnsupportedModelError(f"{type(model).__name__} is not converted: there is no difference to show.")
     return "\n".join(surgery.source_diff(cls) for cls in classes)
 
 
-@dataclass(frozen=True)
-class _Change:
-    """What is to be done to one module: its new class, and the modules to hang on it."""
-
-    module: nn.Module
-    new_class: type[nn.Module]
-    children: dict[str, nn.Module]
+def _check_is_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a model.")
 
 
 def _install(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None) -> None:
-    changes = _plan(model, config, param_dtype)
+    changes = plan_conversion(model, config, param_dtype)
     with _undone_on_error(changes):
         for change in changes:
             for name, child in change.children.items():
@@ -136,92 +179,8 @@ def _install(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dt
             vars(change.module).pop("forward", None)  # what removed hooks leave behind: the old class's forward
 
 
-def _rewrite_layers(model: PreTrainedModel, stack: surgery.Stack, named: bool) -> list[surgery.Rewrite]:
-    rewrites, begins = [], True
-    for _, layer in stack.layers():
-        rewrites.append(surgery.rewrite_layer(layer, stack.argument, begins, named))
-        begins = rewrites[-1].begins
-    return rewrites
-
-
-def _names_survive(model: PreTrainedModel, rewrites: list[surgery.Rewrite]) -> bool:
-    """Whether new parameters keep their names when they are saved and loaded.
-
-    transformers renames weights of some families by patterns, which may match a name that they were not made for.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    keys = [f"{names[site.module]}.{site.name}.weight" for rewrite in rewrites for site in rewrite.sites]
-    transforms = get_model_conversion_mapping(model)
-    reverses = [transform.reverse_transform() for transform in reversed(transforms)]
-    for key in keys:
-        renamed = key
-        for transform in (*reverses, *transforms):
-            renamed, _ = transform.rename_source_key(renamed)
-        if renamed != key:
-            return False
-    return True
-
-
-def _plan(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None) -> list[_Change]:
-    """Every change, without making any."""
-    stack = surgery.find_stack(model)
-    layers = [layer for _, layer in stack.layers()]
-    rewrites = _rewrite_layers(model, stack, named=True)
-    if not _names_survive(model, rewrites):
-        rewrites = _rewrite_layers(model, stack, named=False)
-        if not _names_survive(model, rewrites):
-            raise UnsupportedModelError(f"The weight conversions of {type(model).__name__} rename new parameters.")
-    modules = [module for rewrite in rewrites for module in rewrite.methods]
-    if len(set(modules)) < len(modules):
-        raise UnsupportedModelError(f"{type(stack.owner).__name__} runs one layer more than once: not supported.")
-    hidden_size = model.config.get_text_config(decoder=True).hidden_size
-    total = sum(site.kind == "connection" for rewrite in rewrites for site in rewrite.sites)
-    new_modules: dict[surgery.Site, nn.Module] = {}
-    with torch.device("cpu"):  # initial values are computed even while the model itself is on the meta device
-        index = 0
-        for layer, rewrite in zip(layers, rewrites, strict=True):
-            for site in rewrite.sites:
-                if site.kind == "connection":
-                    new = config.connection(Place(hidden_size, index, total, site.begins))
-                    index += 1
-                else:
-                    new = config.stream_map(hidden_size, is_norm=site.kind == "norm")
-                new_modules[site] = _placed(new, layer, param_dtype)
-        ends = {
-            surgery.EXPAND: _placed(config.expand(), layers[0], param_dtype),
-            surgery.READOUT: _placed(config.readout(hidden_size), layers[-1], param_dtype),
-        }
-        if stack.maps:
-            new_map = config.stream_map(hidden_size, is_norm=stack.maps == "norm")
-            ends[surgery.MAP] = _placed(new_map, layers[0], param_dtype)
-    taken = [name for name in ends if hasattr(stack.owner, name)]
-    if taken:
-        raise UnsupportedModelError(f"{type(stack.owner).__name__} already has an attribute {taken[0]!r}.")
-    changes = []
-    for layer, rewrite in zip(layers, rewrites, strict=True):
-        for module, methods in rewrite.methods.items():
-            decorator = surgery.checks_checkpointing if module is layer else None
-            new_class = surgery.rewritten_class(type(module), tuple(methods.items()), decorator)
-            children = {site.name: new_modules[site] for site in rewrite.sites if site.module is module}
-            changes.append(_Change(module, new_class, children))
-    for module in {stack.owner: None, stack.recorder: None}:
-        methods = (("forward", stack.text),) if module is stack.owner else ()
-        decorator = surgery.collapses_hidden_states if module is stack.recorder else None
-        new_class = surgery.rewritten_class(type(module), methods, decorator)
-        changes.append(_Change(module, new_class, ends if module is stack.owner else {}))
-    return changes
-
-
-def _placed(module: nn.Module, layer: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
-    """The module on the device and in the dtype and the mode of the layer it serves."""
-    like = next((p for p in layer.parameters() if p.is_floating_point() and p.dtype.itemsize > 1), None)
-    device = None if like is None else like.device
-    dtype = param_dtype or (torch.get_default_dtype() if like is None else like.dtype)
-    return module.to(device=device, dtype=dtype).train(layer.training)
-
-
 @contextmanager
-def _undone_on_error(changes: list[_Change]) -> Iterator[None]:
+def _undone_on_error(changes: list[Change]) -> Iterator[None]:
     classes = [type(change.module) for change in changes]
     try:
         yield
@@ -244,9 +203,10 @@ def _installed(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 def _check_untrained(model: PreTrainedModel) -> None:
     """Compare every new parameter with that of a fresh conversion of the same model."""
+    residual = model.config.residual
     untouched = copy.deepcopy(model)
     revert(untouched, discard_trained=True)
-    _install(untouched, described_scheme(model.config.residual), None)
+    _install(untouched, described_scheme(residual), described_dtype(residual))
     fresh = dict(untouched.named_modules())
     for name, module in model.named_modules():
         if isinstance(module, ResidualModule):

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from resswap.auto import register_auto_classes
+from resswap.auto import model_classes, register_auto_classes
 from resswap.configuration import MODEL_TYPE, residual_config_class, restored
 from resswap.conversion import complete
 from resswap.errors import CheckpointError
@@ -30,8 +30,14 @@ class ResswapConfig(PreTrainedConfig):
                 "does not know."
             )
         family = CONFIG_MAPPING[base_model_type]
+        if AutoModelForCausalLM not in model_classes(family):
+            raise CheckpointError(f"config.json: residual.base_model_type is {base_model_type!r}, not a decoder.")
+        config_dict.pop("auto_map", None)  # the code that is installed is the one to use
         register_auto_classes(family, complete)
-        return residual_config_class(family).from_dict(config_dict, **kwargs)
+        try:
+            return residual_config_class(family).from_dict(config_dict, **kwargs)
+        except Exception as error:
+            raise CheckpointError(f"config.json does not describe a {base_model_type} model: {error}") from error
 
 
 AutoConfig.register(MODEL_TYPE, ResswapConfig, exist_ok=True)

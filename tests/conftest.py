@@ -1,14 +1,21 @@
 """Tests run on one thread each, so that several can run side by side and results repeat to the bit."""
 
+import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-import pytest
-import torch
-import transformers
+# Where transformers copies the code of saved models to before it imports it.
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 

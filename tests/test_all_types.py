@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import new_parameters, randomise_connections
+from tiny import load_by_own_code, new_parameters, randomise_connections
 from torch.utils._pytree import tree_map
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -127,9 +127,8 @@ def test_behaves_with_random_parameters(model_type, tmp_path):
     assert cache_error(model, inputs) <= 10 * original_error + 1e-4
     with torch.no_grad():
         expected = logits(model, inputs)
-    if type(model.config) in AutoModelForCausalLM._model_mapping:
-        model.save_pretrained(tmp_path)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    model.save_pretrained(tmp_path)
+    for loaded in (AutoModelForCausalLM.from_pretrained(tmp_path).eval(), load_by_own_code(tmp_path)):
         torch.testing.assert_close(logits(loaded, inputs), expected, rtol=1e-5, atol=1e-5)
     plain = gradients(model, inputs)
     for name, connection in resswap.connections(model).items():

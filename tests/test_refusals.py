@@ -1,7 +1,9 @@
 """What cannot be converted says why, and is left exactly as it was."""
 
 import copy
+import json
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -34,9 +36,12 @@ def assert_unchanged(model, before):
     ("scheme", "options", "message"),
     [
         ("mch", {}, "There is no scheme 'mch'; available: .*mhc"),
+        (["mhc"], {}, r"There is no scheme \['mhc'\]; available: .*mhc"),
+        (None, {}, "There is no scheme None; available: .*mhc"),
         ("mhc", {"streams": 4}, "no option 'streams'; its options: num_streams, sinkhorn_iters"),
         ("mhc", {"num_streams": 0}, "num_streams=0; allowed: a whole number from 2"),
         ("mhc", {"num_streams": 4.0}, "num_streams=4.0; allowed: a whole number from 2"),
+        ("mhc", {"num_streams": np.float64(4)}, "num_streams=4.0; allowed: a whole number from 2"),
         ("mhc", {"num_streams": True}, "num_streams=True; allowed"),
         ("mhc", {"comb_diagonal": 0.1}, "comb_diagonal=0.1; allowed: from 1/num_streams"),
         ("mhc", {"pre_peak": 0.25}, "pre_peak=0.25; allowed: greater than 1/num_streams"),
@@ -53,6 +58,14 @@ def test_unknown_schemes_and_options(scheme, options, message):
     assert_unchanged(model, before)
 
 
+def test_numbers_of_numpy_are_options_too():
+    model = resswap.convert(tiny("llama"), num_streams=np.int64(3), eps=np.float32(0.5))
+    options = model.config.residual["options"]
+    assert (options["num_streams"], options["eps"]) == (3, 0.5)
+    assert {type(options[name]) for name in ("num_streams", "eps")} == {int, float}
+    assert json.loads(model.config.to_json_string())["residual"]["options"] == options
+
+
 def test_converted_twice():
     model = resswap.convert(tiny("llama"))
     before = snapshot(model)
@@ -65,6 +78,13 @@ def test_converted_twice():
 def test_not_a_model(thing):
     with pytest.raises(resswap.UnsupportedModelError, match="is not a transformers PreTrainedModel"):
         resswap.convert(thing)
+
+
+@pytest.mark.parametrize("function", [resswap.connections, resswap.diff, resswap.revert])
+@pytest.mark.parametrize("thing", [None, "llama"])
+def test_nothing_is_asked_of_what_is_not_a_model(function, thing):
+    with pytest.raises(resswap.UnsupportedModelError, match=f"{type(thing).__name__} is not"):
+        function(thing)
 
 
 @pytest.mark.parametrize(

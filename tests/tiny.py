@@ -1,8 +1,12 @@
 """Tiny random models of several families, and how tests look at them."""
 
+import json
+from pathlib import Path
+
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import resswap
 
@@ -49,7 +53,13 @@ def input_ids(batch: int = 2, length: int = 16) -> torch.Tensor:
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Everything that conversion added, by name."""
-    return resswap.added_parameters(model)
+    added = [name for name, module in model.named_modules() if _is_added(type(module))]
+    return {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] in added}
+
+
+def _is_added(cls: type) -> bool:
+    """By name: the code that a saved model carries has a base class of its own."""
+    return any(base.__name__ == "ResidualModule" for base in cls.__mro__)
 
 
 def randomise_connections(model: nn.Module, std: float = 0.3) -> None:
@@ -62,3 +72,9 @@ def randomise_connections(model: nn.Module, std: float = 0.3) -> None:
 @torch.no_grad()
 def logits(model: nn.Module, ids: torch.Tensor, **kwargs) -> torch.Tensor:
     return model(ids, use_cache=False, **kwargs).logits
+
+
+def load_by_own_code(folder: Path, auto_class: str = "AutoModelForCausalLM") -> PreTrainedModel:
+    """What an Auto class does with `trust_remote_code=True` where resswap is not imported."""
+    reference = json.loads((folder / "config.json").read_text())["auto_map"][auto_class]
+    return get_class_from_dynamic_module(reference, folder).from_pretrained(folder).eval()

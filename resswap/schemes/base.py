@@ -1,7 +1,10 @@
 """What a scheme is: a dataclass of options that builds the modules of a family of connections."""
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +14,26 @@ from resswap.errors import OptionError
 
 
 class ResidualModule(nn.Module):
-    """Base of every module that conversion adds to a model."""
+    """A module that conversion adds. Its parameters follow the model's dtype, or keep their own.
+
+    Attributes:
+        param_dtype: the dtype that the parameters keep when the model is cast, as by `model.to(torch.bfloat16)`.
+            None: they are cast with the model.
+        kind, begins: what it was made for, as in `resswap.installation.Slot`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    kind: str = ""
+    begins: bool = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        return super()._apply(fn if self.param_dtype is None else partial(_keep_dtype, fn), recurse)
+
+
+def _keep_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What `fn` does to a tensor, save for a cast."""
+    probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +135,12 @@ class SchemeConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            value = _plain_number(getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
             expected = (int, float) if field.type is float else field.type
             right_type = isinstance(value, expected) and (field.type is bool or not isinstance(value, bool))
-            if not right_type or not field.metadata["check"](value):
+            infinite = isinstance(value, float) and not math.isfinite(value)
+            if not right_type or infinite or not field.metadata["check"](value):
                 raise OptionError(f"{self.scheme}: {field.name}={value!r}; allowed: {field.metadata['allowed']}.")
 
     def expand(self) -> ResidualModule:
@@ -138,6 +162,13 @@ class SchemeConfig:
     def readout(self, hidden_size: int) -> ResidualModule:
         """The module that makes hidden states of the streams, after the last layer."""
         raise NotImplementedError
+
+
+def _plain_number(value: Any) -> Any:
+    """A number such as NumPy's as one of Python's, which config.json can hold."""
+    if isinstance(value, (bool, int)) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
@@ -165,7 +196,7 @@ def scheme_config(scheme: str, options: dict[str, Any]) -> SchemeConfig:
     Raises:
         OptionError: no such scheme or option (the message lists the valid ones), or a value that is not allowed.
     """
-    if scheme not in _SCHEMES:
+    if not isinstance(scheme, str) or scheme not in _SCHEMES:
         raise OptionError(f"There is no scheme {scheme!r}; available: {', '.join(_SCHEMES)}.")
     config_class = _SCHEMES[scheme]
     names = [field.name for field in dataclasses.fields(config_class)]

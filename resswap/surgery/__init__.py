@@ -2,7 +2,15 @@
 
 from .layer import checks_checkpointing, rewrite_layer
 from .rewriter import Rewrite, Site
-from .source import MethodSource, original_class, rewritten_class, rewritten_methods, source_diff
+from .source import (
+    Methods,
+    MethodSource,
+    original_class,
+    rewritten_class,
+    rewritten_decorator,
+    rewritten_methods,
+    source_diff,
+)
 from .stack import EXPAND, MAP, READOUT, Stack, collapses_hidden_states, find_stack
 
 __all__ = [
@@ -10,6 +18,7 @@ __all__ = [
     "MAP",
     "READOUT",
     "MethodSource",
+    "Methods",
     "Rewrite",
     "Site",
     "Stack",
@@ -19,6 +28,7 @@ __all__ = [
     "original_class",
     "rewrite_layer",
     "rewritten_class",
+    "rewritten_decorator",
     "rewritten_methods",
     "source_diff",
 ]

@@ -227,6 +227,7 @@ def rewritten_class(cls: type[nn.Module], methods: Methods, decorator: Callable 
         "__doc__": cls.__doc__,
         "__reduce_ex__": lambda self, protocol: (_rebuild, (cls, methods, decorator), self.__dict__),
         "_resswap_methods": methods,
+        "_resswap_decorator": staticmethod(decorator) if decorator is not None else None,
         **compiled,
     }
     return type(cls)(cls.__name__, (cls,), members)
@@ -241,6 +242,11 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module]:
 def rewritten_methods(cls: type[nn.Module]) -> Methods | None:
     """The names and texts of the methods that were rewritten in a class, None if it is not a rewritten one."""
     return getattr(cls, "_resswap_methods", None)
+
+
+def rewritten_decorator(cls: type[nn.Module]) -> Callable | None:
+    """What the `forward` of a rewritten class is wrapped in, besides the decorators in its text."""
+    return getattr(cls, "_resswap_decorator", None)
 
 
 def _rebuild(cls: type[nn.Module], methods: Methods, decorator: Callable | None) -> nn.Module:
