@@ -53,13 +53,7 @@ def input_ids(batch: int = 2, length: int = 16) -> torch.Tensor:
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Everything that conversion added, by name."""
-    added = [name for name, module in model.named_modules() if _is_added(type(module))]
-    return {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] in added}
-
-
-def _is_added(cls: type) -> bool:
-    """By name: the code that a saved model carries has a base class of its own."""
-    return any(base.__name__ == "ResidualModule" for base in cls.__mro__)
+    return resswap.added_parameters(model)
 
 
 def randomise_connections(model: nn.Module, std: float = 0.3) -> None:
