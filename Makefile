@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test lint demo demo-pretrained clean
+.PHONY: test test-oldest lint demo demo-pretrained clean
 
 # Everything is installed in .venv, with the versions of constraints.txt.
 .venv/installed: pyproject.toml constraints.txt
@@ -12,6 +12,17 @@ BIN := .venv/bin
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+# The oldest transformers that pyproject.toml admits, on a short list of families: surgery reads whatever is installed.
+.venv-oldest/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet --constraint constraints.txt torch
+	.venv-oldest/bin/pip install --quiet transformers==5.0.0 --editable . pytest pytest-xdist
+	touch $@
+
+test-oldest: .venv-oldest/installed
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --numprocesses auto \
+		tests/test_exactness.py tests/test_random_parameters.py tests/test_surgery.py tests/test_training.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -24,4 +35,4 @@ demo-pretrained: .venv/installed
 	$(BIN)/python recipes/pretrained.py --output_dir runs/pretrained
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-oldest runs
