@@ -59,7 +59,6 @@ def main() -> None:
     checkpoint = find_checkpoint(args.resume_from_checkpoint, Path(args.output_dir))
     train_blocks, eval_blocks = prepare_blocks(accelerator, tokenizer, block_size, data_args)
     total_steps = args.max_train_steps or count_steps(len(train_blocks), blocks_per_pass, args)
-    folder = make_folder(args.output_dir)
     set_seed(args.seed)
     model = prepare_model(model_args, config, tokenizer)
     connection_parameters = sum(parameter.numel() for parameter in connection_copies(model).values())
@@ -72,6 +71,7 @@ def main() -> None:
         resswap.param_groups(model, args.learning_rate, args.weight_decay, args.residual_learning_rate)
     )
     scheduler = make_scheduler(optimizer, total_steps, args)
+    folder = make_folder(args.output_dir)
     residual = getattr(model.config, "residual", None)
     describe(accelerator, model, total_steps, blocks_per_step, block_size)
     model, optimizer, train_loader, eval_loader, scheduler = accelerator.prepare(
