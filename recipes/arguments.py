@@ -165,6 +165,10 @@ class TrainArguments:
     report_to: str | None = field(
         default=None, metadata={"help": "Trackers: tensorboard, wandb, trackio, or several: tensorboard,wandb"}
     )
+    push_to_hub: bool = field(default=False, metadata={"help": "Upload the converted model to the Hub at the end."})
+    hub_model_id: str | None = field(
+        default=None, metadata={"help": "Repository to push to; by default the name of --output_dir."}
+    )
     seed: int = field(default=42, metadata={"help": "Seed of the initial weights and of the order of the blocks."})
 
     def __post_init__(self) -> None:
@@ -175,6 +179,8 @@ class TrainArguments:
         _at_least(self, num_warmup_steps=0, num_train_epochs=0)
         if self.mixed_precision not in (None, "no", "bf16", "fp16"):
             raise RecipeError(f"--mixed_precision must be no, bf16 or fp16, not {self.mixed_precision!r}")
+        if self.hub_model_id and not self.push_to_hub:
+            raise RecipeError("--hub_model_id needs --push_to_hub")
         if self.num_decay_steps and self.lr_scheduler_type != SchedulerType.WARMUP_STABLE_DECAY:
             raise RecipeError("--num_decay_steps needs --lr_scheduler_type warmup_stable_decay")
 

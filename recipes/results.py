@@ -1,12 +1,15 @@
 """What a run of train.py leaves behind: the model, run.json, a figure and the draft of a model card."""
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate import Accelerator
+from huggingface_hub import CommitInfo
 from report import plot_runs
 
 import resswap
@@ -61,11 +64,29 @@ def save(
     tokenizer.save_pretrained(folder)
     (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n")
     plot_runs({record["scheme"]: record}, folder / "curves.png")
-    (folder / "README.md").write_text(card(record, folder.name))
     final = record["final"]
+    if not record["arguments"]["push_to_hub"]:
+        (folder / "README.md").write_text(card(record, folder.name))
     print(
         f"eval loss {final['eval_loss']:.4f}, perplexity {final['perplexity']:.2f}, "
         f"{1000 * final['seconds_per_step']:.0f} ms per step; saved in {folder}"
+    )
+    if record["arguments"]["push_to_hub"]:
+        commit = push(record, folder)
+        print(f"pushed to {commit.repo_url}")
+
+
+def push(record: dict[str, Any], folder: Path) -> CommitInfo:
+    """Upload the folder, with a model card that has the command, the metrics and the figure of the run."""
+    arguments, final = record["arguments"], record["final"]
+    data = arguments["dataset_name"] or arguments["train_file"]
+    return resswap.push_to_hub(
+        folder,
+        arguments["hub_model_id"] or folder.resolve().name,
+        datasets=[data] if data else [],
+        command=shlex.join(["accelerate", "launch", "recipes/train.py", *sys.argv[1:]]),
+        metrics={"loss": final["eval_loss"], "perplexity": final["perplexity"]},
+        figures=["curves.png"],
     )
 
 

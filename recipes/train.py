@@ -46,6 +46,8 @@ def main() -> None:
         for option in ("train_only_connections", "residual_learning_rate"):
             if getattr(model_args, option, None) or getattr(args, option, None) is not None:
                 raise RecipeError(f"--{option} needs a --scheme other than {PLAIN}")
+    if args.push_to_hub and (model_args.lora_r or not (converts or hasattr(config, "residual"))):
+        raise RecipeError("--push_to_hub uploads a converted model: give a --scheme, and no --lora_r")
     block_size = choose_block_size(data_args.block_size, config)
     blocks_per_pass = args.per_device_train_batch_size * accelerator.num_processes
     blocks_per_step = blocks_per_pass * args.gradient_accumulation_steps

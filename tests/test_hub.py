@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -258,3 +259,20 @@ def test_what_cannot_be_pushed(tmp_path, figures):
         tiny("llama").save_pretrained(tmp_path)
     with pytest.raises(resswap.CheckpointError, match="no figure missing.png" if figures else "`residual` is None"):
         resswap.push_to_hub(tmp_path, "me/run", figures=figures)
+
+
+def test_the_recipe_pushes(tmp_path):
+    """train.py with --push_to_hub: the model, the figure, and a card with the command and the metrics."""
+    recipe = str(Path(__file__).parents[1] / "recipes" / "train.py")
+    sizes = "hidden_size=32,intermediate_size=32,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=2"
+    options = ["--block_size", "32", "--max_train_steps", "2", "--max_eval_samples", "4", "--output_dir", "run"]
+    options += ["--model_type", "llama", "--config_overrides", sizes, "--scheme", "hc"]
+    with hub_with_base() as hub:
+        environment = environ(**client(hub, tmp_path), ACCELERATE_USE_CPU="true")
+        run = [sys.executable, recipe, *options, "--push_to_hub", "--hub_model_id", "trained"]
+        result = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        files = hub.files("me/trained")
+    assert {"config.json", "model.safetensors", "curves.png", "run.json", "README.md"} <= set(files)
+    card = files["README.md"].decode()
+    assert "--scheme hc" in card and "perplexity" in card and "curves.png" in card
