@@ -65,10 +65,12 @@ class _DepthAttention(torch.autograd.Function):
             rstd = (rstd.square_() / probe.numel()).add_(eps).rsqrt_()
             weights = _weights(products * rstd)[..., None]
             for s in spans(x):
-                total = weights[0, s] * flat[0][s]
+                total = x[s] if x.dtype == probe.dtype else torch.empty_like(x[s], dtype=probe.dtype)
+                torch.mul(weights[0, s], flat[0][s].to(total.dtype), out=total)
                 for v, weight in zip(flat[1:], weights[1:], strict=True):
-                    total.addcmul_(v[s], weight[s])
-                x[s] = total
+                    total.addcmul_(v[s].to(total.dtype), weight[s])
+                if total.dtype != x.dtype:
+                    x[s] = total
             ctx.save_for_backward(query, key_weight, products, rstd, *sources)
             ctx.eps = eps
             return x.view(sources[0].shape)
@@ -88,7 +90,7 @@ class _DepthAttention(torch.autograd.Function):
             for s in spans(g):
                 wide_g = g[s].to(probe.dtype)
                 for v, out in zip(flat, grad_weights, strict=True):
-                    torch.sum(wide_g * v[s], -1, out=out[s])
+                    torch.sum(wide_g * v[s].to(probe.dtype), -1, out=out[s])
             mean = (weights * grad_weights).mean(0)
             grad_logits = weights * (grad_weights - mean)
             grad_products = grad_logits * rstd
@@ -100,12 +102,15 @@ class _DepthAttention(torch.autograd.Function):
             for i, v in enumerate(flat):
                 out = torch.empty_like(v, memory_format=torch.contiguous_format) if need_sources[i] else None
                 for s in spans(g):
+                    wide_v = v[s].to(probe.dtype)
                     if need_query or need_key_weight:
-                        grad_probe.addmv_(v[s].to(probe.dtype).t(), grad_products[i, s])
+                        grad_probe.addmv_(wide_v.t(), grad_products[i, s])
                     if out is not None:
-                        total = weights[i, s, None] * g[s]
-                        total.addcmul_(shrink[i, s, None], v[s]).addcmul_(grad_products[i, s, None], probe)
-                        out[s] = total
+                        total = out[s] if out.dtype == probe.dtype else torch.empty_like(out[s], dtype=probe.dtype)
+                        torch.mul(weights[i, s, None], g[s].to(probe.dtype), out=total)
+                        total.addcmul_(shrink[i, s, None], wide_v).addcmul_(grad_products[i, s, None], probe)
+                        if total.dtype != out.dtype:
+                            out[s] = total
                 grads.append(None if out is None else out.view(grad.shape))
             return (
                 _times(grad_probe, key_weight, query) if need_query else None,

@@ -164,7 +164,7 @@ class DynamicRead(torch.autograd.Function):
                     if grad_x is not None:
                         _add_product(total, weights[s], grad_x[s].to(total.dtype))
                     if grad_projected is not None and grad_square is not None:
-                        total.addcmul_(x[s], grad_square[s, :, None], value=2 / width)
+                        total.addcmul_(x[s].to(total.dtype), grad_square[s, :, None], value=2 / width)
                         total.view(-1, width).addmm_(grad_projected[s].reshape(-1, outputs), weight)
             grad_fn = None
             if need_fn and grad_projected is not None:

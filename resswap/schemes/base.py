@@ -215,7 +215,7 @@ class ExpandStreams(ResidualModule):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         shape = (*hidden_states.shape[:-1], self.num_streams, hidden_states.shape[-1])
-        return hidden_states.unsqueeze(-2).expand(shape).contiguous()
+        return hidden_states.unsqueeze(-2).expand(shape)
 
     def extra_repr(self) -> str:
         return f"num_streams={self.num_streams}"
