@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import hub as hub
-from .conversion import connections, convert, diff, revert
+from .conversion import connections, convert, diff, revert, set_kernels
 from .coverage import Support, support
 from .errors import CheckpointError, OptionError, ResswapError, UnsupportedModelError
 from .publishing import push_to_hub
@@ -44,6 +44,7 @@ __all__ = [
     "push_to_hub",
     "revert",
     "save_connections",
+    "set_kernels",
     "support",
 ]
 

@@ -23,6 +23,7 @@ from resswap.configuration import (
     residual_config_class,
 )
 from resswap.errors import OptionError, UnsupportedModelError
+from resswap.ops import KERNELS
 from resswap.planning import Change, plan_conversion
 from resswap.preconditions import check_convertible, drop_dequantized_flag
 from resswap.publishing import hub_id, published_class, unpublished_class
@@ -32,7 +33,12 @@ logger = logging.get_logger(__name__)
 
 
 def convert(
-    model: PreTrainedModel, scheme: str = "mhc", *, param_dtype: torch.dtype | None = None, **options: Any
+    model: PreTrainedModel,
+    scheme: str = "mhc",
+    *,
+    param_dtype: torch.dtype | None = None,
+    kernels: str = "auto",
+    **options: Any,
 ) -> PreTrainedModel:
     """Replace each residual add of a decoder by a connection, in place.
 
@@ -46,6 +52,7 @@ def convert(
         param_dtype: dtype of the new parameters, which they keep whatever the model is cast to or loaded in. If not
             given, they take that of the layer's own parameters, and follow it. The arithmetic of the coefficients is
             float32 (float64 for a float64 model) in any case.
+        kernels: how the inner loops of the connections run, see `set_kernels`.
         options: the scheme's options, fields of the dataclass in `resswap.available_schemes()`.
 
     Returns:
@@ -58,6 +65,7 @@ def convert(
     config = scheme_config(scheme, options)
     if param_dtype is not None and not is_parameter_dtype(param_dtype):
         raise OptionError(f"param_dtype={param_dtype!r}; allowed: torch.float32, torch.bfloat16 and such.")
+    _check_kernels(kernels)
     check_convertible(model)
     family = type(model.config)
     register_auto_classes(family, complete)
@@ -67,7 +75,37 @@ def convert(
     model.config.residual = describe(config, family.model_type, hub_id(model.config.name_or_path), param_dtype)
     drop_dequantized_flag(model)
     _make_publishable(model, config)
+    return set_kernels(model, kernels)
+
+
+def set_kernels(model: PreTrainedModel, kernels: str) -> PreTrainedModel:
+    """Choose how the inner loops of a converted model's connections run; a loaded model starts with "auto".
+
+    Args:
+        model: a converted model.
+        kernels: "eager" runs single torch operations; "compile" fuses them with torch.compile: the first steps wait
+            for the compiler, and without one that works, a warning says so and they run eagerly; "auto" compiles on
+            CUDA and is eager elsewhere. Under torch.compile of the whole model the choice makes no difference.
+
+    Returns:
+        The same model.
+
+    Raises:
+        OptionError: no such kernels.
+        UnsupportedModelError: the model is not converted.
+    """
+    _check_kernels(kernels)
+    if not connections(model):
+        raise UnsupportedModelError(f"{type(model).__name__} is not converted: it has no kernels to choose.")
+    for module in model.modules():
+        if isinstance(module, ResidualModule):
+            module.kernels = kernels
     return model
+
+
+def _check_kernels(kernels: str) -> None:
+    if kernels not in KERNELS:
+        raise OptionError(f"kernels={kernels!r}; allowed: {', '.join(KERNELS)}.")
 
 
 def _give_own_config(model: PreTrainedModel) -> None:

@@ -149,10 +149,11 @@ def modules_of_layers(
     index, made = 0, []
     for layer, of_layer in zip(layers, slots, strict=True):
         made.append([])
-        for slot in of_layer:
+        last = max((i for i, slot in enumerate(of_layer) if slot.kind == "connection"), default=-1)
+        for i, slot in enumerate(of_layer):
             with torch.device("cpu"):  # initial values are computed even while the model is on the meta device
                 if slot.kind == "connection":
-                    new = scheme.connection(Place(hidden_size, index, total, slot.begins))
+                    new = scheme.connection(Place(hidden_size, index, total, slot.begins, i == last))
                     index += 1
                 else:
                     new = scheme.stream_map(hidden_size, is_norm=slot.kind == "norm")

@@ -130,7 +130,7 @@ def test_many_tokens_go_through_in_spans(monkeypatch):
     leaves = [query, key_weight, *sources]
     expected = depth_attention(sources, query, key_weight, EPS)
     expected_grads = torch.autograd.grad(expected.square().sum(), leaves)
-    monkeypatch.setattr("resswap.ops.spans.CPU_SPAN", 4 * 6)
+    monkeypatch.setattr("resswap.ops.spans.CPU_SPAN", 6)
     out = depth_attention(sources, query, key_weight, EPS)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), leaves), expected_grads)
@@ -159,7 +159,7 @@ def test_compiles_and_trains_in_one_graph():
 
 
 def test_gradient_checkpointing():
-    sources, query, key_weight = inputs(4, grad=True)
+    sources, query, key_weight = inputs(4, dtype=torch.float64, grad=True)
     leaves = [query, key_weight, *sources]
     expected = torch.autograd.grad(depth_attention(sources, query, key_weight, EPS).square().sum(), leaves)
     for reentrant in (True, False):

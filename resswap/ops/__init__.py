@@ -7,6 +7,7 @@ the references (`plain` decides). `streams` dispatches between `stream_functions
 """
 
 from .depth_attention import depth_attention, depth_attention_reference
+from .kernels import KERNELS
 from .sinkhorn import sinkhorn, sinkhorn_reference
 from .stream_formulas import (
     hc_coefficients,
@@ -19,6 +20,7 @@ from .stream_formulas import (
 from .streams import hc_read, mhc_read, read_streams, write_streams
 
 __all__ = [
+    "KERNELS",
     "depth_attention",
     "depth_attention_reference",
     "hc_coefficients",

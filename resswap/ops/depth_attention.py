@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .eager_kernels import Kernels
+from .few_tokens import are_few, depth_attention_few
+from .kernels import kernels_for
 from .plain import needs_plain, needs_plain_backward, plain_backward
 from .precision import no_autocast, wide
 from .spans import spans
 
 
-def depth_attention(sources: Sequence[Tensor], query: Tensor, key_weight: Tensor | None, eps: float) -> Tensor:
+def depth_attention(
+    sources: Sequence[Tensor], query: Tensor, key_weight: Tensor | None, eps: float, kernels: str = "auto"
+) -> Tensor:
     """`x = k sum_i alpha_i v_i`, `alpha = softmax_i(query . RMSNorm(v_i; key_weight))`, k the number of sources.
 
     The paper has no factor k; with it a query of zero gives the plain sum of the sources.
@@ -25,13 +30,16 @@ def depth_attention(sources: Sequence[Tensor], query: Tensor, key_weight: Tensor
         query: `[C]`.
         key_weight: `[C]`, the norm's weight. None: ones.
         eps: added to the mean square.
+        kernels: see `kernels_for`.
 
     Returns:
         `[..., C]` in the sources' dtype; logits, softmax and sum are float32 (float64 for float64 sources).
     """
     if needs_plain():
         return depth_attention_reference(sources, query, key_weight, eps)
-    return _DepthAttention.apply(query, key_weight, eps, *sources)
+    if are_few(query, sources[0].shape[:-1]):
+        return depth_attention_few(sources, _probe(query, key_weight, sources[0]), eps)
+    return _DepthAttention.apply(query, key_weight, eps, kernels_for(kernels, sources[0].device), *sources)
 
 
 def depth_attention_reference(
@@ -50,20 +58,16 @@ class _DepthAttention(torch.autograd.Function):
     """Saves the sources and two numbers per source and token."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key_weight: Tensor | None, eps: float, *sources: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key_weight: Tensor | None, eps: float, kernels: Kernels, *sources: Tensor
+    ) -> Tensor:
         probe = _probe(query, key_weight, sources[0])
         with no_autocast(probe):
             flat = _tokens(sources)
-            products = probe.new_empty(len(flat), flat[0].shape[0])
-            rstd = torch.empty_like(products)
-            x = torch.empty_like(flat[0], memory_format=torch.contiguous_format)
-            for s in spans(x):
-                for v, product, norm in zip(flat, products, rstd, strict=True):
-                    v = v[s].to(probe.dtype)
-                    torch.mv(v, probe, out=product[s])
-                    torch.linalg.vector_norm(v, dim=-1, out=norm[s])
-            rstd = (rstd.square_() / probe.numel()).add_(eps).rsqrt_()
+            products, norms = map(torch.stack, zip(*(kernels.measure(v, probe) for v in flat), strict=True))
+            rstd = (norms.square_() / probe.numel()).add_(eps).rsqrt_()
             weights = _weights(products * rstd)[..., None]
+            x = torch.empty_like(flat[0], memory_format=torch.contiguous_format)
             for s in spans(x):
                 total = x[s] if x.dtype == probe.dtype else torch.empty_like(x[s], dtype=probe.dtype)
                 torch.mul(weights[0, s], flat[0][s].to(total.dtype), out=total)
@@ -72,7 +76,7 @@ class _DepthAttention(torch.autograd.Function):
                 if total.dtype != x.dtype:
                     x[s] = total
             ctx.save_for_backward(query, key_weight, products, rstd, *sources)
-            ctx.eps = eps
+            ctx.eps, ctx.kernels = eps, kernels
             return x.view(sources[0].shape)
 
     @staticmethod
@@ -80,17 +84,13 @@ class _DepthAttention(torch.autograd.Function):
         query, key_weight, products, rstd, *sources = ctx.saved_tensors
         if needs_plain_backward(grad):
             grads = plain_backward(partial(_reference, eps=ctx.eps), [query, key_weight, *sources], [grad])
-            return *grads[:2], None, *grads[2:]
-        need_query, need_key_weight, _, *need_sources = ctx.needs_input_grad
+            return *grads[:2], None, None, *grads[2:]
+        need_query, need_key_weight, _, _, *need_sources = ctx.needs_input_grad
         probe = _probe(query, key_weight, grad)
         with no_autocast(probe):
             flat, g = _tokens(sources), grad.reshape(-1, grad.shape[-1])
             weights = _weights(products * rstd)
-            grad_weights = torch.empty_like(weights)
-            for s in spans(g):
-                wide_g = g[s].to(probe.dtype)
-                for v, out in zip(flat, grad_weights, strict=True):
-                    torch.sum(wide_g * v[s].to(probe.dtype), -1, out=out[s])
+            grad_weights = torch.stack([ctx.kernels.source_dot(v, g) for v in flat])
             mean = (weights * grad_weights).mean(0)
             grad_logits = weights * (grad_weights - mean)
             grad_products = grad_logits * rstd
@@ -99,22 +99,18 @@ class _DepthAttention(torch.autograd.Function):
 
             grad_probe = torch.zeros_like(probe)
             grads: list[Tensor | None] = []
-            for i, v in enumerate(flat):
-                out = torch.empty_like(v, memory_format=torch.contiguous_format) if need_sources[i] else None
-                for s in spans(g):
-                    wide_v = v[s].to(probe.dtype)
-                    if need_query or need_key_weight:
-                        grad_probe.addmv_(wide_v.t(), grad_products[i, s])
-                    if out is not None:
-                        total = out[s] if out.dtype == probe.dtype else torch.empty_like(out[s], dtype=probe.dtype)
-                        torch.mul(weights[i, s, None], g[s].to(probe.dtype), out=total)
-                        total.addcmul_(shrink[i, s, None], wide_v).addcmul_(grad_products[i, s, None], probe)
-                        if total.dtype != out.dtype:
-                            out[s] = total
-                grads.append(None if out is None else out.view(grad.shape))
+            for v, weight, factor, product, needed in zip(
+                flat, weights, shrink, grad_products, need_sources, strict=True
+            ):
+                if need_query or need_key_weight:
+                    for s in spans(v):
+                        grad_probe.addmv_(v[s].to(probe.dtype).t(), product[s])
+                own = ctx.kernels.source_gradient(v, g, weight, factor, product, probe) if needed else None
+                grads.append(None if own is None else own.view(grad.shape))
             return (
                 _times(grad_probe, key_weight, query) if need_query else None,
                 _times(grad_probe, query, key_weight) if need_key_weight else None,
+                None,
                 None,
                 *grads,
             )

@@ -1,5 +1,6 @@
 """Working through many tokens a few at a time."""
 
+import math
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -18,5 +19,7 @@ def spans(tensor: Tensor) -> Iterator[slice]:
     size = CPU_SPAN if tensor.device.type == "cpu" else DEVICE_SPAN
     if tensor.dtype == wide(tensor.dtype):
         size *= WIDE_FACTOR
-    step = max(1, size // max(1, tensor[:1].numel()))
-    return (slice(start, start + step) for start in range(0, tensor.shape[0], step))
+    rows = max(1, size // max(1, tensor[:1].numel()))
+    count = math.ceil(tensor.shape[0] / rows)
+    step = math.ceil(tensor.shape[0] / max(1, count))  # all about equally long
+    return (slice(start, start + step) for start in range(0, tensor.shape[0], max(1, step)))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from .precision import no_autocast, wide
@@ -66,7 +67,8 @@ def mhc_head(mixes: Tensor, scale: Tensor, base: Tensor, n: int, sinkhorn_iters:
     scale, base = scale.to(mixes.dtype), base.to(mixes.dtype)
     sizes = [n, n, n * n]
     pre, post, comb = (
-        m * s + b[:, None] for m, s, b in zip(mixes[:, 0].split(sizes), scale, base.split(sizes), strict=True)
+        torch.addcmul(b, m, s)
+        for m, s, b in zip(mixes[:, 0].split(sizes), scale, base[:, None].split(sizes), strict=True)
     )
     return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn_tokens_last(comb.unflatten(0, (n, n)), sinkhorn_iters)
 

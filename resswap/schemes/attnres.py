@@ -124,7 +124,7 @@ class DepthConnection(Connection):
         if self.query is None:
             x = sources.values[0]
         else:
-            x = depth_attention(sources.values, self.query, self.key_weight, self.eps)
+            x = depth_attention(sources.values, self.query, self.key_weight, self.eps, self.kernels)
         return x, Add(sources, _append if self.new_source else _accumulate)
 
     def extra_repr(self) -> str:
@@ -147,7 +147,7 @@ class DepthReadout(ResidualModule):
     def forward(self, sources: Sources | Tensor) -> Tensor:
         if isinstance(sources, Tensor):
             return sources
-        return depth_attention(sources.values, self.query, self.key_weight, self.eps)
+        return depth_attention(sources.values, self.query, self.key_weight, self.eps, self.kernels)
 
 
 def _depth_weights(sources: Sources, query: Tensor, key_weight: Tensor, eps: float) -> Tensor:

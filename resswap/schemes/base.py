@@ -19,8 +19,11 @@ class ResidualModule(nn.Module):
     Attributes:
         param_dtype: the dtype that the parameters keep when the model is cast, as by `model.to(torch.bfloat16)`.
             None: they are cast with the model.
+        kernels: how its inner loops run, see `resswap.set_kernels`. It is not saved with the model.
         kind, begins: what it was made for, as in `resswap.installation.Slot`.
     """
+
+    kernels: str = "auto"
 
     param_dtype: torch.dtype | None = None
     kind: str = ""
@@ -45,12 +48,20 @@ class Place:
         index: its place in the order of depth, from 0.
         num_connections: how many there are.
         begins: whether its streams have just begun: at the start of the stack, or by a norm (post-norm models).
+        last_in_layer: whether no other connection of its layer comes after it.
     """
 
     hidden_size: int
     index: int
     num_connections: int
     begins: bool
+    last_in_layer: bool = True
+
+
+RECOMPUTE_HELP = (
+    "Keep the streams once per layer for the backward, and compute those inside the layer again there (section 4.3.2 "
+    "of arXiv 2512.24880): less memory, about 2 % more time."
+)
 
 
 class Add:

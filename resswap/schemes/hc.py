@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from resswap.ops import hc_coefficients, hc_read, write_streams
 
 from .base import (
+    RECOMPUTE_HELP,
     Add,
     Connection,
     ExpandStreams,
@@ -42,6 +43,7 @@ class HCConfig(SchemeConfig):
     scale_init: float = option(
         0.01, "Initial gate of the part that depends on the token.", "a number above 0", lambda s: s > 0
     )
+    recompute: bool = option(True, RECOMPUTE_HELP, "True or False")
     eps: float = option(
         1e-6, "Added to the mean square of a stream before its root.", "a number above 0", lambda e: e > 0
     )
@@ -50,7 +52,7 @@ class HCConfig(SchemeConfig):
         return ExpandStreams(self.num_streams)
 
     def connection(self, place: Place) -> Connection:
-        return HCConnection(place.index, place.hidden_size, self)
+        return HCConnection(place, self)
 
     def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
         return StreamMap()
@@ -70,14 +72,15 @@ class HCConnection(Connection):
         scale: `[3]`, the gates of pre, post and comb; dynamic only.
     """
 
-    def __init__(self, index: int, hidden_size: int, config: HCConfig) -> None:
-        super().__init__(index)
+    def __init__(self, place: Place, config: HCConfig) -> None:
+        super().__init__(place.index)
         n = config.num_streams
+        self.recompute = config.recompute and not place.last_in_layer
         self.tanh, self.eps = config.tanh, config.eps
-        pre = F.one_hot(torch.tensor(index % n), n).float()
+        pre = F.one_hot(torch.tensor(place.index % n), n).float()
         self.base = nn.Parameter(torch.cat([pre, torch.ones(n), torch.eye(n).flatten()]))
         if config.dynamic:
-            self.fn = nn.Parameter(torch.zeros(2 + n, hidden_size))
+            self.fn = nn.Parameter(torch.zeros(2 + n, place.hidden_size))
             self.scale = nn.Parameter(torch.full((3,), config.scale_init))
         else:
             self.fn = self.scale = None
@@ -89,5 +92,6 @@ class HCConnection(Connection):
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
         """Streams `[batch, seq, n, hidden]`."""
-        x, streams, post, comb = hc_read(streams, self.fn, self.scale, self.base, self.tanh, self.eps)
-        return x, Add(streams, partial(write_streams, post=post, comb=comb))
+        x, streams, post, comb = hc_read(streams, self.fn, self.scale, self.base, self.tanh, self.eps, self.kernels)
+        write = partial(write_streams, post=post, comb=comb, lend=self.recompute, kernels=self.kernels)
+        return x, Add(streams, write)

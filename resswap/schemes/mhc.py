@@ -12,6 +12,7 @@ from resswap.errors import OptionError
 from resswap.ops import mhc_coefficients, mhc_read, write_streams
 
 from .base import (
+    RECOMPUTE_HELP,
     Add,
     Connection,
     ExpandStreams,
@@ -61,6 +62,7 @@ class MHCConfig(SchemeConfig):
         "a number above 0",
         lambda s: s > 0,
     )
+    recompute: bool = option(True, RECOMPUTE_HELP, "True or False")
     eps: float = option(
         1e-6, "Added to the mean square of the streams before its root.", "a number above 0", lambda e: e > 0
     )
@@ -79,7 +81,7 @@ class MHCConfig(SchemeConfig):
         return ExpandStreams(self.num_streams)
 
     def connection(self, place: Place) -> Connection:
-        return MHCConnection(place.index, place.hidden_size, self)
+        return MHCConnection(place, self)
 
     def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
         return StreamMap()
@@ -97,13 +99,14 @@ class MHCConnection(Connection):
         base: `[(2 + n) * n]`, in the order of `fn`'s rows.
     """
 
-    def __init__(self, index: int, hidden_size: int, config: MHCConfig) -> None:
-        super().__init__(index)
-        n = config.num_streams
+    def __init__(self, place: Place, config: MHCConfig) -> None:
+        super().__init__(place.index)
+        n, index = config.num_streams, place.index
+        self.recompute = config.recompute and not place.last_in_layer
         self.sinkhorn_iters, self.eps = config.sinkhorn_iters, config.eps
         other = (1 - config.comb_diagonal) / (n - 1)
         comb = torch.eye(n) * math.log(config.comb_diagonal / other)
-        self.fn = nn.Parameter(torch.zeros((2 + n) * n, n * hidden_size))
+        self.fn = nn.Parameter(torch.zeros((2 + n) * n, n * place.hidden_size))
         self.scale = nn.Parameter(torch.full((3,), config.scale_init))
         self.base = nn.Parameter(
             torch.cat([rotating_weights(n, index, config.pre_peak), torch.zeros(n), comb.flatten()])
@@ -115,5 +118,8 @@ class MHCConnection(Connection):
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
         """Streams `[batch, seq, n, hidden]`: the branch reads `pre`; the add mixes by `comb` and writes by `post`."""
-        x, streams, post, comb = mhc_read(streams, self.fn, self.scale, self.base, self.sinkhorn_iters, self.eps)
-        return x, Add(streams, partial(write_streams, post=post, comb=comb))
+        x, streams, post, comb = mhc_read(
+            streams, self.fn, self.scale, self.base, self.sinkhorn_iters, self.eps, self.kernels
+        )
+        write = partial(write_streams, post=post, comb=comb, lend=self.recompute, kernels=self.kernels)
+        return x, Add(streams, write)
