@@ -41,7 +41,8 @@ def check_convertible(model: object) -> None:
         raise UnsupportedModelError(f"{name} is not a transformers PreTrainedModel.")
     types = {model.config.model_type, model.config.get_text_config(decoder=True).model_type}
     known = types <= set(CONFIG_MAPPING_NAMES)
-    if known and not types & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) and not model.can_generate():
+    decodes = model.can_generate() or getattr(model.config, "is_encoder_decoder", False)
+    if known and not types & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) and not decodes:
         raise UnsupportedModelError(f"{name} is not a decoder: transformers has no causal language model of its type.")
     own = next((OWN_MECHANISMS[kind] for kind in types if kind in OWN_MECHANISMS), None)
     if own is not None:

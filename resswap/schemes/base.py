@@ -73,7 +73,10 @@ class Add:
 
 
 def map_streams(function: Callable[[Tensor], Tensor], streams: Any) -> Any:
-    """Apply a function of hidden states `[batch, seq, hidden]` to each stream; what is no tensor has a `map`."""
+    """Apply a function of hidden states `[batch, seq, hidden]` to each stream.
+
+    Streams that are no tensor have a method `map` that does it, a `dtype` and a `device`.
+    """
     if not isinstance(streams, Tensor):
         return streams.map(function)
     return combined([function(stream) for stream in streams.unbind(-2)], lambda parts: torch.stack(parts, dim=-2))

@@ -12,7 +12,9 @@ from .source import MethodSource
 from .static import STREAM, UNKNOWN, evaluate
 from .stream import Conflict, Decisions, Packed, Path, Revised, Stream, Use, Value
 
-LINEAR_METHODS = {
+# Tensor methods, or functions of torch, that make sense on each stream or source. A clamp keeps float16 from overflow.
+MAP_METHODS = {
+    "clamp",
     "clone",
     "contiguous",
     "float",
@@ -65,6 +67,9 @@ class ExpressionWalk:
                 return value.stream if first else None
             self._read(node.value, value)
             self._read_all(node.slice)
+            return None
+        if isinstance(node, ast.Attribute):
+            self._read(node.value, self._value(node.value), of_all=node.attr in ("dtype", "device"))
             return None
         if isinstance(node, ast.IfExp):
             return self._conditional(node)
@@ -132,13 +137,15 @@ class ExpressionWalk:
 
     def _call(self, node: ast.Call) -> Value:
         function = node.func
-        if isinstance(function, ast.Attribute) and function.attr in LINEAR_METHODS:
-            value = self._value(function.value)
-            for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+        if isinstance(function, ast.Attribute) and function.attr in MAP_METHODS:
+            of_torch = isinstance(function.value, ast.Name) and function.value.id == "torch" and node.args
+            operand, *arguments = node.args if of_torch else [function.value, *node.args]
+            value = self._value(operand)
+            for argument in (*arguments, *(keyword.value for keyword in node.keywords)):
                 self._read(argument, self._value(argument))
             if isinstance(value, Stream):
-                return self._map_or_read(node, function.value, value)
-            self._read(function.value, value)
+                return self._map_or_read(node, operand, value)
+            self._read(operand, value)
             return None
         self._read_all(function)
         arguments = [(index, argument) for index, argument in enumerate(node.args)]
@@ -234,9 +241,11 @@ class ExpressionWalk:
         for child in ast.iter_child_nodes(node):
             self._read(child, self._value(child))
 
-    def _read(self, node: ast.AST, value: Value, candidate: tuple[ast.expr, bool] | None = None) -> None:
+    def _read(
+        self, node: ast.AST, value: Value, candidate: tuple[ast.expr, bool] | None = None, of_all: bool = False
+    ) -> None:
         if isinstance(value, Stream) and isinstance(node, ast.Name):
-            self._use(value, "read", node, candidate=candidate)
+            self._use(value, "read", node, candidate=candidate, of_all=of_all)
         elif value is not None and not isinstance(value, Packed):
             self._fail(f"The residual stream goes on through something other than an add in {self.source.at(node)}.")
 

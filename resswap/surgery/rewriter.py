@@ -134,7 +134,7 @@ class Rewriter:
         elif any(link.of_kind("add", "lend") for link in chain):
             self._close_all(chain, add_name=self._open(stream, chain))
         else:
-            for read in stream.of_kind("read"):
+            for read in (use for use in stream.of_kind("read") if not use.of_all):
                 self.collapse = self.collapse or self.rewrite.add_site(
                     self.trace.module, "stream_map", "linear", False
                 )
@@ -243,7 +243,7 @@ class Rewriter:
             )
             return
         before, streams, after = self.edits.around(node, use.operand)
-        is_module = isinstance(node, ast.Call) and node.args == [use.operand]
+        is_module = isinstance(node, ast.Call) and node.args == [use.operand] and not node.keywords
         function = (
             self.trace.source.segment(node.func) if is_module else f"lambda {variable}: {before}{variable}{after}"
         )
