@@ -40,6 +40,7 @@ class ExpressionWalk:
         self.calls: list[tuple[int, str]] = []
         self.streams: list[Stream] = []
         self.failure = ""
+        self.unfollowed = ""  # why the last call that takes a stream could not be followed
         self._decisions = decisions
         self._env: dict[str, Value] = {}
         self._taken: dict[Stream, ast.AST] = {}  # on this way: the streams that were added to or handed on, and where
@@ -194,7 +195,8 @@ class ExpressionWalk:
         try:
             source, module = self._callee(callee)
             unit = None if source is None else self._follow(source, module, source.parameter(key))
-        except UnsupportedModelError:
+        except UnsupportedModelError as error:
+            self.unfollowed = str(error)
             return None
         return unit if unit is not None and unit.contains_add() else None
 

@@ -31,7 +31,7 @@ def rewrite_layer(layer: nn.Module, argument: int | str, at_entry: bool = False,
     text = Rewriter(rewrite, trace, at_entry).run()
     rewrite.add_method(layer, "forward", text, has_sites=True)
     if not any(site.kind == "connection" for site in rewrite.sites):
-        raise UnsupportedModelError(f"No residual add was found in {source.name}.")
+        raise UnsupportedModelError(f"No residual add was found in {source.where}.")
     return rewrite
 
 

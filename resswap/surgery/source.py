@@ -61,6 +61,11 @@ class MethodSource:
         if not isinstance(self.node, ast.FunctionDef):
             raise UnsupportedModelError(f"{name} is not a plain function, so it cannot be rewritten.")
 
+    @property
+    def where(self) -> str:
+        """Its name and where it is, for messages."""
+        return f"{self.name} ({self.function.__code__.co_filename}, line {self.first_line})"
+
     def at(self, node: ast.AST) -> str:
         """Where `node` is in the original file, and its text, for messages."""
         path = self.function.__code__.co_filename
@@ -79,7 +84,7 @@ class MethodSource:
             return names[argument + self.offset]
         if argument in names:
             return str(argument)
-        raise UnsupportedModelError(f"{self.name} has no parameter {argument!r} for the hidden states.")
+        raise UnsupportedModelError(f"{self.where} has no parameter {argument!r} for the hidden states.")
 
     def begins_line(self, statement: ast.stmt) -> bool:
         """Whether a line can be put before the statement: it is the first on its line, and not an `elif`."""

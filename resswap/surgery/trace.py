@@ -59,7 +59,7 @@ class Trace(ExpressionWalk):
         self.packed = False
         self._env[parameter] = self._new_stream()
         if self._block(source.node.body) or not self.returned:
-            self._fail(f"{source.name} does not return the residual stream.")
+            self._fail(f"{source.where} does not return the residual stream.")
 
     def contains_add(self) -> bool:
         """Whether an add lies in the method or in what it calls."""
@@ -140,7 +140,8 @@ class Trace(ExpressionWalk):
             self._use(value, "pass", node.value)
             self.returned.append(value)
         else:
-            self._fail(f"What the layer returns is not the residual stream in {self.source.at(node)}.")
+            where = self.source.at(node)
+            self._fail(f"What the layer returns is not the residual stream in {where}. {self.unfollowed}".rstrip())
 
     def _if(self, node: ast.If) -> bool:
         test = self._evaluate(node.test)
