@@ -20,11 +20,13 @@ class ResidualModule(nn.Module):
         param_dtype: the dtype that the parameters keep when the model is cast, as by `model.to(torch.bfloat16)`.
             None: they are cast with the model.
         kind, begins: what it was made for, as in `resswap.installation.Slot`.
+        tower: whose layers it serves, "decoder" or "encoder".
     """
 
     param_dtype: torch.dtype | None = None
     kind: str = ""
     begins: bool = False
+    tower: str = "decoder"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         return super()._apply(fn if self.param_dtype is None else partial(_keep_dtype, fn), recurse)

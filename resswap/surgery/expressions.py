@@ -43,6 +43,7 @@ class ExpressionWalk:
         self.unfollowed = ""  # why the last call that takes a stream could not be followed
         self._decisions = decisions
         self._env: dict[str, Value] = {}
+        self._settled: dict[str, Any] = {}  # variables whose one value the instance settles
         self._taken: dict[Stream, ast.AST] = {}  # on this way: the streams that were added to or handed on, and where
         self._path: Path = ()
         self._order = 0
@@ -260,7 +261,7 @@ class ExpressionWalk:
 
     def _evaluate(self, node: ast.expr) -> Any:
         streams = {name: STREAM for name, value in self._env.items() if isinstance(value, Stream)}
-        return evaluate(node, self.module, {**self.source.function.__globals__, **streams})
+        return evaluate(node, self.module, {**self.source.function.__globals__, **self._settled, **streams})
 
     def _record_call(self, function: ast.expr) -> None:
         while isinstance(function, ast.Attribute):

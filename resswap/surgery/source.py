@@ -86,6 +86,12 @@ class MethodSource:
             return str(argument)
         raise UnsupportedModelError(f"{self.where} has no parameter {argument!r} for the hidden states.")
 
+    def is_assigned_once(self, name: str) -> bool:
+        """Whether a variable gets its value in one place, and is no parameter."""
+        stores = [n for n in ast.walk(self.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        parameters = [n for n in ast.walk(self.node) if isinstance(n, ast.arg)]
+        return [*(n.id for n in stores), *(n.arg for n in parameters)].count(name) == 1
+
     def begins_line(self, statement: ast.stmt) -> bool:
         """Whether a line can be put before the statement: it is the first on its line, and not an `elif`."""
         line = self.text.encode().splitlines()[statement.lineno - 1]

@@ -110,7 +110,9 @@ def _lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """The lists of modules that a module's own forward could run."""
     if isinstance(module, nn.ModuleList):
         return []
-    return [(name, child) for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child)]
+    return [
+        (name, child) for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child)
+    ]
 
 
 def _where_layers_may_be(model: PreTrainedModel) -> str:

@@ -175,6 +175,8 @@ class Trace(ExpressionWalk):
         if isinstance(target, ast.Name):
             if isinstance(value, Stream) and isinstance(statement.value, ast.Name):
                 self._use(value, "alias", statement)
+            if value is None and self.source.is_assigned_once(target.id):
+                self._settled[target.id] = self._evaluate(statement.value)
             self._env[target.id] = value
             return
         names = [node for node in ast.walk(target) if isinstance(node, ast.Name)]
