@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file

@@ -212,6 +212,25 @@ class Reshaped(Base):
         return hidden_states
 
 
+class Listed(Base):
+    """Submodules in a list, a condition with a name, and a guard against overflow that looks at the dtype first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.ModuleList([AttentionModule(), OutputModule()])
+
+    def forward(self, hidden_states, other=None):
+        hidden_states, weights = self.layer[0](hidden_states)
+        if hidden_states.dtype == torch.float32:
+            largest = hidden_states.abs().max()
+            hidden_states = torch.clamp(hidden_states, min=-0.9 * largest, max=0.9 * largest)
+        use_other = self.flag and other is not None
+        if use_other:
+            hidden_states = other
+        hidden_states = self.layer[-1](self.mlp(hidden_states), hidden_states)
+        return hidden_states, weights
+
+
 class UsedAfterASum(Base):
     def forward(self, hidden_states, other=None):
         residual = hidden_states
@@ -320,6 +339,7 @@ def operated(layer, argument=0):
         (UsedAfterASum, ["mlp_connection"]),
         (Helper, ["attn_connection", "mlp_connection"]),
         (BertLike, ["output_connection", "norm_map", "output_connection", "norm_map"]),
+        (Listed, ["output_connection", "norm_map", "stream_map", "stream_map_1", "mlp_connection", "norm_map"]),
     ],
 )
 @pytest.mark.parametrize("other", [None, 0.7])
@@ -453,6 +473,17 @@ def test_a_post_norm_and_submodules_as_text():
     assert changed == [
         "return self.norm(self.dense(hidden_states) + input_tensor)",
         "return self.norm_map(input_tensor(self.dense(hidden_states)), self.norm)",
+    ]
+
+
+def test_what_all_streams_have_in_common_is_asked_of_them_as_they_are():
+    layer = Listed()
+    operated(layer)
+    changed = [line[1:].strip() for line in source_diff(type(layer)).splitlines()[3:] if line[0] == "+"]
+    assert changed[:2] == [
+        "largest = self.stream_map(hidden_states).abs().max()",
+        "hidden_states = self.stream_map_1(hidden_states, "
+        "lambda stream: torch.clamp(stream, min=-0.9 * largest, max=0.9 * largest))",
     ]
 
 

@@ -12,8 +12,9 @@ import inspect
 import linecache
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from types import FunctionType
 from typing import Any
 
@@ -86,11 +87,13 @@ class MethodSource:
             return str(argument)
         raise UnsupportedModelError(f"{self.where} has no parameter {argument!r} for the hidden states.")
 
-    def is_assigned_once(self, name: str) -> bool:
-        """Whether a variable gets its value in one place, and is no parameter."""
-        stores = [n for n in ast.walk(self.node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-        parameters = [n for n in ast.walk(self.node) if isinstance(n, ast.arg)]
-        return [*(n.id for n in stores), *(n.arg for n in parameters)].count(name) == 1
+    @cached_property
+    def assigned_once(self) -> set[str]:
+        """The variables that get their value in one place, and are no parameters."""
+        nodes = list(ast.walk(self.node))
+        stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        counts = Counter([*stored, *(node.arg for node in nodes if isinstance(node, ast.arg))])
+        return {name for name in stored if counts[name] == 1}
 
     def begins_line(self, statement: ast.stmt) -> bool:
         """Whether a line can be put before the statement: it is the first on its line, and not an `elif`."""

@@ -83,7 +83,7 @@ def find_stack(model: PreTrainedModel, tower: str = "decoder") -> Stack:
     for name, module in model.named_modules():
         if any(name.startswith(f"{stack.path}.") for stack in stacks) or type(module).forward is nn.Module.forward:
             continue
-        for list_name, child in _lists(module):
+        for list_name in _lists(module):
             source = MethodSource(type(module))
             loops = _find_loops(source, list_name)
             if loops:
@@ -94,7 +94,7 @@ def find_stack(model: PreTrainedModel, tower: str = "decoder") -> Stack:
             f"and passes hidden states through it. Looked for in {_where_layers_may_be(model)}. resswap converts "
             "decoders such as LLaMA or GPT-2."
         )
-    chosen = _of_encoder(model, stacks) if tower == "encoder" else _of_decoder(model, stacks)
+    chosen = _of_tower(model, stacks, tower)
     if len(chosen) != 1:
         where = "; ".join(f"{stack.path}, in {stack.source.at(stack.loops[0].statement.iter)}" for stack in stacks)
         raise UnsupportedModelError(
@@ -106,19 +106,17 @@ def find_stack(model: PreTrainedModel, tower: str = "decoder") -> Stack:
     return Stack(stack.owner, recorder, stack.name, stack.list_name, stack.loops[0].argument, text, maps)
 
 
-def _lists(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """The lists of modules that a module's own forward could run."""
+def _lists(module: nn.Module) -> list[str]:
+    """The names of the lists of modules that a module's own forward could run."""
     if isinstance(module, nn.ModuleList):
         return []
-    return [
-        (name, child) for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child)
-    ]
+    return [name for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child)]
 
 
 def _where_layers_may_be(model: PreTrainedModel) -> str:
     """Where a forward uses a list of modules, in whatever way; else where the model's own forward is."""
     for module in model.modules():
-        for list_name, _ in _lists(module):
+        for list_name in _lists(module):
             source = MethodSource(type(module))
             use = next((node for node in ast.walk(source.node) if _is_self_attribute(node, list_name)), None)
             if use is not None:
@@ -133,15 +131,22 @@ def _model_around(model: PreTrainedModel, stack: _Found) -> PreTrainedModel:
     return models[max(around, key=len)]
 
 
-def _of_decoder(model: PreTrainedModel, stacks: list[_Found]) -> list[_Found]:
-    """Of several stacks, such as a vision tower's and a text decoder's, the decoder's."""
-    if len(stacks) == 1:
-        return stacks
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    inside = set(decoder.modules())
-    text_config = model.config.get_text_config(decoder=True)
+def _of_tower(model: PreTrainedModel, stacks: list[_Found], tower: str) -> list[_Found]:
+    """Of several stacks, such as a vision tower's and a text decoder's, the decoder's, or the encoder's beside it."""
+    if tower == "decoder":
+        if len(stacks) == 1:
+            return stacks
+        part, text_config = model.get_decoder(), model.config.get_text_config(decoder=True)
+    else:
+        part, text_config = model.get_encoder(), model.config.get_text_config(encoder=True)
+        if not model.config.is_encoder_decoder or part is model or len(stacks) == 1:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no encoder beside its decoder: leave `towers` out. Of its stacks "
+                f"({', '.join(stack.path for stack in stacks)}) only the decoder's can be converted."
+            )
+    inside = set(part.modules())
     for rule in (
-        lambda stack: stack.owner is decoder,
+        lambda stack: stack.owner is part,
         lambda stack: stack.owner in inside and _model_around(model, stack).config is text_config,
         lambda stack: stack.owner in inside,
     ):
@@ -149,19 +154,6 @@ def _of_decoder(model: PreTrainedModel, stacks: list[_Found]) -> list[_Found]:
         if len(chosen) == 1:
             return chosen
     return stacks
-
-
-def _of_encoder(model: PreTrainedModel, stacks: list[_Found]) -> list[_Found]:
-    """The stack of an encoder-decoder's encoder."""
-    decoder = _of_decoder(model, stacks)
-    encoder = model.get_encoder() if model.config.is_encoder_decoder else None
-    if encoder is None or encoder is model or len(stacks) == 1:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no encoder beside its decoder, so there is nothing more to convert than "
-            f"{decoder[0].path}: leave `towers` out."
-        )
-    inside = set(encoder.modules())
-    return [stack for stack in stacks if stack.owner in inside]
 
 
 def _find_loops(source: MethodSource, list_name: str) -> list[Loop]:

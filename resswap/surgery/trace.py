@@ -175,7 +175,7 @@ class Trace(ExpressionWalk):
         if isinstance(target, ast.Name):
             if isinstance(value, Stream) and isinstance(statement.value, ast.Name):
                 self._use(value, "alias", statement)
-            if value is None and self.source.is_assigned_once(target.id):
+            if value is None and target.id in self.source.assigned_once:
                 self._settled[target.id] = self._evaluate(statement.value)
             self._env[target.id] = value
             return
