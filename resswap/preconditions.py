@@ -86,8 +86,8 @@ def _wrapped_model(model: object) -> nn.Module | None:
 
 
 def _layer_class(model: PreTrainedModel) -> str:
-    """The class of the model's layers and where it is defined."""
-    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m))
+    """The class of the decoder's layers and where it is defined."""
+    layers = next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m))
     cls = type(layers[0])
     return f"{cls.__module__}.{cls.__qualname__} (line {inspect.getsourcelines(cls)[1]})"
 
