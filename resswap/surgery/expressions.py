@@ -10,23 +10,10 @@ from resswap.errors import UnsupportedModelError
 
 from .source import MethodSource
 from .static import STREAM, UNKNOWN, evaluate
-from .stream import Conflict, Decisions, Packed, Path, Revised, Stream, Use, Value
+from .stream import Conflict, Decisions, NotReturned, Packed, Path, Revised, Stream, Use, Value
 
 # Tensor methods, or functions of torch, that make sense on each stream or source. A clamp keeps float16 from overflow.
-MAP_METHODS = {
-    "clamp",
-    "clone",
-    "contiguous",
-    "float",
-    "half",
-    "reshape",
-    "squeeze",
-    "to",
-    "type",
-    "type_as",
-    "unsqueeze",
-    "view",
-}
+MAP_METHODS = set("clamp clone contiguous float half reshape squeeze to type type_as unsqueeze view".split())
 
 
 class ExpressionWalk:
@@ -39,8 +26,8 @@ class ExpressionWalk:
         self.source, self.module = source, module
         self.calls: list[tuple[int, str]] = []
         self.streams: list[Stream] = []
-        self.failure = ""
-        self.unfollowed = ""  # why the last call that takes a stream could not be followed
+        self.failure: UnsupportedModelError | None = None
+        self.unfollowed = ""  # why the last call that takes a stream and returns it could not be followed
         self._decisions = decisions
         self._env: dict[str, Value] = {}
         self._settled: dict[str, Any] = {}  # variables whose one value the instance settles
@@ -196,6 +183,8 @@ class ExpressionWalk:
         try:
             source, module = self._callee(callee)
             unit = None if source is None else self._follow(source, module, source.parameter(key))
+        except NotReturned:
+            return None
         except UnsupportedModelError as error:
             self.unfollowed = str(error)
             return None
@@ -244,11 +233,9 @@ class ExpressionWalk:
         for child in ast.iter_child_nodes(node):
             self._read(child, self._value(child))
 
-    def _read(
-        self, node: ast.AST, value: Value, candidate: tuple[ast.expr, bool] | None = None, of_all: bool = False
-    ) -> None:
+    def _read(self, node: ast.AST, value: Value, **details: Any) -> None:
         if isinstance(value, Stream) and isinstance(node, ast.Name):
-            self._use(value, "read", node, candidate=candidate, of_all=of_all)
+            self._use(value, "read", node, **details)
         elif value is not None and not isinstance(value, Packed):
             self._fail(f"The residual stream goes on through something other than an add in {self.source.at(node)}.")
 
@@ -287,8 +274,8 @@ class ExpressionWalk:
         self.streams.append(stream)
         return stream
 
-    def _fail(self, message: str) -> None:
-        self.failure = self.failure or message
+    def _fail(self, message: str, kind: type[UnsupportedModelError] = UnsupportedModelError) -> None:
+        self.failure = self.failure or kind(message)
 
     def _tick(self) -> int:
         self._order += 1

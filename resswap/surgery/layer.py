@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from resswap.errors import UnsupportedModelError
 
-from .rewriter import Rewrite, Rewriter, begins
+from .rewrite import Rewrite, begins
+from .rewriter import Rewriter
 from .source import MethodSource
 from .trace import trace_method
 

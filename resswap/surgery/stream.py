@@ -4,6 +4,8 @@ import ast
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from resswap.errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     from .trace import Trace
 
@@ -76,6 +78,10 @@ class Conflict:
 
 
 Value = Stream | Packed | Conflict | None
+
+
+class NotReturned(UnsupportedModelError):
+    """What a method returns is not its stream: it is a branch and not on the residual path."""
 
 
 class Revised(Exception):
