@@ -26,8 +26,10 @@ _GUARD = (
     "(this checkpoint needs resswap: pip install resswap, import resswap, and load it with an Auto class; or, to run "
     "the code that it brings along, load it with an Auto class and trust_remote_code=True)"
 )
+TOWERS = {"decoder": ("decoder",), "all": ("encoder", "decoder")}
+"""The values of `towers`, and whose layers each converts, in the order in which they run."""
 _REQUIRED = {"format_version": int, "base_model_type": str, "scheme": str, "options": dict}
-_OPTIONAL = {"base_model": str, "param_dtype": str}
+_OPTIONAL = {"base_model": str, "param_dtype": str, "towers": str}
 _CODE = "_residual_code"
 
 
@@ -40,7 +42,11 @@ class Code:
 
 
 def describe(
-    config: SchemeConfig, base_model_type: str, base_model: str | None = None, param_dtype: torch.dtype | None = None
+    config: SchemeConfig,
+    base_model_type: str,
+    base_model: str | None = None,
+    param_dtype: torch.dtype | None = None,
+    towers: str = "decoder",
 ) -> dict[str, Any]:
     """The value of `config.residual`.
 
@@ -49,6 +55,7 @@ def describe(
         base_model_type: the family it is applied to.
         base_model: the Hub repository of the model that was converted, if it has one.
         param_dtype: the dtype that the new parameters keep, whatever the model is cast to.
+        towers: a key of `TOWERS`.
     """
     residual = {
         "format_version": FORMAT_VERSION,
@@ -60,6 +67,8 @@ def describe(
         residual["base_model"] = base_model
     if param_dtype is not None:
         residual["param_dtype"] = str(param_dtype).removeprefix("torch.")
+    if towers != "decoder":
+        residual["towers"] = towers
     return residual
 
 
@@ -87,6 +96,7 @@ def described_scheme(residual: Any) -> SchemeConfig:
     if unknown:
         raise CheckpointError(f"config.json: residual.{unknown[0]} is not a field of format version {version}.")
     described_dtype(residual)
+    described_towers(residual)
     try:
         return scheme_config(residual["scheme"], residual["options"])
     except OptionError as error:
@@ -104,6 +114,18 @@ def described_dtype(residual: dict[str, Any]) -> torch.dtype | None:
     if name is not None and not is_parameter_dtype(dtype):
         raise CheckpointError(f"config.json: residual.param_dtype is {name!r}; allowed: float32, bfloat16 and such.")
     return dtype
+
+
+def described_towers(residual: dict[str, Any]) -> str:
+    """Which towers are converted, a key of `TOWERS`.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    towers = residual.get("towers", "decoder")
+    if towers not in TOWERS:
+        raise CheckpointError(f"config.json: residual.towers is {towers!r}; allowed: {', '.join(TOWERS)}.")
+    return towers
 
 
 def is_parameter_dtype(dtype: Any) -> bool:

@@ -14,10 +14,12 @@ from resswap import surgery
 from resswap.auto import register_auto_classes
 from resswap.bundle import bundle
 from resswap.configuration import (
+    TOWERS,
     Code,
     describe,
     described_dtype,
     described_scheme,
+    described_towers,
     family_config_class,
     is_parameter_dtype,
     residual_config_class,
@@ -36,6 +38,7 @@ def convert(
     model: PreTrainedModel,
     scheme: str = "mhc",
     *,
+    towers: str = "decoder",
     param_dtype: torch.dtype | None = None,
     kernels: str = "auto",
     **options: Any,
@@ -49,6 +52,8 @@ def convert(
     Args:
         model: a transformers decoder, with or without a head; not compiled, wrapped or dispatched yet.
         scheme: a key of `resswap.available_schemes()`.
+        towers: "decoder", or "all" for the encoder of an encoder-decoder as well, with streams of its own from its
+            first layer to its last. A model without an encoder beside its decoder refuses "all".
         param_dtype: dtype of the new parameters, which they keep whatever the model is cast to or loaded in. If not
             given, they take that of the layer's own parameters, and follow it. The arithmetic of the coefficients is
             float32 (float64 for a float64 model) in any case.
@@ -66,13 +71,16 @@ def convert(
     if param_dtype is not None and not is_parameter_dtype(param_dtype):
         raise OptionError(f"param_dtype={param_dtype!r}; allowed: torch.float32, torch.bfloat16 and such.")
     _check_kernels(kernels)
+    if towers not in list(TOWERS):
+        raise OptionError(f"towers={towers!r}; allowed: {', '.join(TOWERS)}.")
     check_convertible(model)
     family = type(model.config)
     register_auto_classes(family, complete)
-    _install(model, config, param_dtype)
+    _install(model, config, param_dtype, towers)
     _give_own_config(model)
     model.config.__class__ = residual_config_class(family)
-    model.config.residual = describe(config, family.model_type, hub_id(model.config.name_or_path), param_dtype)
+    base_model = hub_id(model.config.name_or_path)
+    model.config.residual = describe(config, family.model_type, base_model, param_dtype, towers)
     drop_dequantized_flag(model)
     _make_publishable(model, config)
     return set_kernels(model, kernels)
@@ -122,9 +130,8 @@ def complete(model: PreTrainedModel) -> None:
     """Install what `model.config.residual` describes in a freshly built model of the family."""
     if connections(model):
         return
-    config = described_scheme(model.config.residual)
-    _install(model, config, described_dtype(model.config.residual))
-    _make_publishable(model, config)
+    _install_described(model, model.config.residual)
+    _make_publishable(model, described_scheme(model.config.residual))
 
 
 def _make_publishable(model: PreTrainedModel, config: SchemeConfig) -> None:
@@ -179,14 +186,14 @@ def revert(model: PreTrainedModel, *, discard_trained: bool = False) -> PreTrain
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:
-    """The connections of a model by name, in the order of depth; empty if it is not converted.
+    """The connections of a model by name, in the order of depth, an encoder's first; empty if it is not converted.
 
     Raises:
         UnsupportedModelError: it is no model.
     """
     _check_is_module(model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, Connection)}
-    return dict(sorted(found.items(), key=lambda item: item[1].index))
+    return dict(sorted(found.items(), key=lambda item: (item[1].tower == "decoder", item[1].index)))
 
 
 def diff(model: nn.Module) -> str:
@@ -207,8 +214,12 @@ def _check_is_module(model: object) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} is not a model.")
 
 
-def _install(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None) -> None:
-    changes = plan_conversion(model, config, param_dtype)
+def _install_described(model: PreTrainedModel, residual: dict[str, Any]) -> None:
+    _install(model, described_scheme(residual), described_dtype(residual), described_towers(residual))
+
+
+def _install(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None, towers: str) -> None:
+    changes = plan_conversion(model, config, param_dtype, TOWERS[towers])
     with _undone_on_error(changes):
         for change in changes:
             for name, child in change.children.items():
@@ -244,7 +255,7 @@ def _check_untrained(model: PreTrainedModel) -> None:
     residual = model.config.residual
     untouched = copy.deepcopy(model)
     revert(untouched, discard_trained=True)
-    _install(untouched, described_scheme(residual), described_dtype(residual))
+    _install_described(untouched, residual)
     fresh = dict(untouched.named_modules())
     for name, module in model.named_modules():
         if isinstance(module, ResidualModule):

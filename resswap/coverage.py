@@ -4,8 +4,17 @@ import re
 from dataclasses import dataclass, fields, replace
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from resswap.errors import OptionError, ResswapError
 from resswap.preconditions import OWN_MECHANISMS, check_convertible
@@ -45,22 +54,22 @@ def support(which: str | PreTrainedConfig | PreTrainedModel | None = None) -> Su
     """Whether a model converts, and how.
 
     Args:
-        which: a model type such as "llama" (its default config is used), a config, or a model; by default every
-            causal-LM type of the installed transformers, which takes about a minute.
+        which: a model type such as "llama" or "t5" (its default config is used), a config, or a model; by default
+            every causal-LM type of the installed transformers, which takes about a minute.
 
     Returns:
-        One `Support`, or for all types a `SupportTable`.
+        One `Support`, of an encoder-decoder for its decoder; or for all types a `SupportTable`.
 
     Raises:
-        OptionError: transformers has no causal language model of that type.
+        OptionError: transformers has no causal or sequence-to-sequence language model of that type.
     """
     if which is None:
         return SupportTable(support(model_type) for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     if isinstance(which, PreTrainedModel):
         return _of_model(which)
     model_type = which.model_type if isinstance(which, PreTrainedConfig) else which
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise OptionError(f"transformers has no causal language model of type {model_type!r}.")
+    if model_type not in {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}:
+        raise OptionError(f"transformers has no causal or sequence-to-sequence language model of type {model_type!r}.")
     if model_type in OWN_MECHANISMS:
         return Support(model_type, False, reason=f"a residual mechanism of its own: {OWN_MECHANISMS[model_type]}")
     if isinstance(which, PreTrainedConfig):
@@ -73,8 +82,9 @@ def support(which: str | PreTrainedConfig | PreTrainedModel | None = None) -> Su
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return (AutoModelForCausalLM if causal else AutoModelForSeq2SeqLM).from_config(config)
 
 
 def _of_model(model: PreTrainedModel) -> Support:

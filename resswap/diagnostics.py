@@ -15,6 +15,7 @@ from resswap.training import added_parameters
 
 class Probe:
     """Watches the forward passes of a converted model until it is closed; of several passes the last one counts.
+    Of an encoder-decoder, whose encoder has streams of its own, it watches the decoder.
 
     Use it as a context manager, or call `close`. Parameters, outputs and gradients are what they are without it.
 
@@ -26,7 +27,9 @@ class Probe:
         found = connections(model)
         if not found:
             raise UnsupportedModelError(f"{type(model).__name__} is not converted: it has no connections to watch.")
+        found = {name: connection for name, connection in found.items() if connection.tower == "decoder"}
         ends = [module for name, module in model.named_modules() if name.rpartition(".")[2] == READOUT]
+        ends = [end for end in ends if _inner(end).tower == "decoder"]
         self._seen: dict[int, dict[str, Tensor]] = {}
         self._last = max(connection.index for connection in found.values()) + 1
         places = [(connection, connection.index) for connection in found.values()]

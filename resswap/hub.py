@@ -30,7 +30,8 @@ class ResswapConfig(PreTrainedConfig):
                 "does not know."
             )
         family = CONFIG_MAPPING[base_model_type]
-        if AutoModelForCausalLM not in model_classes(family):
+        classes = model_classes(family)
+        if AutoModelForCausalLM not in classes and not any(cls.can_generate() for cls in classes.values()):
             raise CheckpointError(f"config.json: residual.base_model_type is {base_model_type!r}, not a decoder.")
         config_dict.pop("auto_map", None)  # the code that is installed is the one to use
         register_auto_classes(family, complete)

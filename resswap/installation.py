@@ -61,6 +61,7 @@ class Conversion:
         list_name: the owner's attribute that holds the layers.
         layers: how each layer is converted.
         maps: what the owner applies to the streams between layers: "linear", "norm" or nothing ("").
+        tower: whether it is the "decoder" or the "encoder" of an encoder-decoder.
     """
 
     model: Part
@@ -68,19 +69,21 @@ class Conversion:
     list_name: str
     layers: tuple[Part, ...]
     maps: str = ""
+    tower: str = "decoder"
 
 
 class ConvertedModel:
     """Mixed into a family's model class: builds the plain model and installs the connections in it."""
 
     @staticmethod
-    def conversion() -> Conversion:
-        """What there is to install."""
+    def conversions() -> tuple[Conversion, ...]:
+        """What there is to install, one for each tower."""
         raise NotImplementedError
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        install(self, self.conversion())
+        for conversion in self.conversions():
+            install(self, conversion)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
@@ -102,20 +105,22 @@ class ConvertedModel:
 def install(model: PreTrainedModel, conversion: Conversion) -> None:
     """Give a freshly built plain model its new classes and, as `model.config.residual` says, its connections."""
     scheme, param_dtype = described_scheme(model.config.residual), described_dtype(model.config.residual)
-    around = _find_model(model, conversion.model.classes[""])
+    around = _find_model(model, conversion.model.classes[""], conversion.tower)
     owner = around.get_submodule(conversion.owner)
     layers, parts = list(getattr(owner, conversion.list_name)), conversion.layers
     if len(layers) != len(parts):
         raise CheckpointError(
             f"config.json asks for {len(layers)} layers, and modeling_resswap.py describes {len(parts)}."
         )
-    hidden_size = model.config.get_text_config(decoder=True).hidden_size
+    hidden_size = around.config.get_text_config(decoder=True).hidden_size
     made = modules_of_layers(scheme, hidden_size, layers, [part.slots for part in parts], param_dtype)
     for layer, part, new_modules in zip(layers, parts, made, strict=True):
         for slot, new in zip(part.slots, new_modules, strict=True):
             parent, _, attribute = slot.name.rpartition(".")
+            new.tower = conversion.tower
             layer.get_submodule(parent).add_module(attribute, new)
     for name, new in modules_of_owner(scheme, hidden_size, layers, conversion.maps, param_dtype).items():
+        new.tower = conversion.tower
         owner.add_module(name, new)
     for module, part in [(around, conversion.model), *zip(layers, parts, strict=True)]:
         for name, new_class in part.classes.items():
@@ -126,12 +131,12 @@ def install(model: PreTrainedModel, conversion: Conversion) -> None:
     PreTrainedModel.__init__(type(around).__new__(type(around)), around.config)
 
 
-def _find_model(model: PreTrainedModel, new_class: type[nn.Module]) -> nn.Module:
+def _find_model(model: PreTrainedModel, new_class: type[nn.Module], tower: str) -> nn.Module:
     original = new_class.__bases__[-1]
     found = [module for module in model.modules() if isinstance(module, new_class) or type(module) is original]
     if len(found) > 1:
-        decoder = set(model.get_decoder().modules())
-        found = [module for module in found if module in decoder]
+        inside = set((model.get_encoder() if tower == "encoder" else model.get_decoder()).modules())
+        found = [module for module in found if module in inside]
     if len(found) != 1:
         raise UnsupportedModelError(f"{type(model).__name__} has {len(found)} modules {original.__name__}, not one.")
     return found[0]

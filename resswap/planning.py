@@ -1,5 +1,6 @@
 """Plan a conversion: what changes in a model, before anything is changed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +23,26 @@ class Change:
     children: dict[str, nn.Module]
 
 
-def plan_conversion(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None) -> list[Change]:
-    """Every change that converts a model, without making any.
+def plan_conversion(
+    model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None, towers: Sequence[str]
+) -> list[Change]:
+    """Every change that converts the `towers` of a model, without making any.
 
     Raises:
         UnsupportedModelError: the model cannot be converted.
     """
-    stack = surgery.find_stack(model)
+    changes: list[Change] = []
+    for tower in towers:
+        stack = surgery.find_stack(model, tower)
+        changes += _plan_tower(model, stack, config, param_dtype, tower)
+    if len({change.module for change in changes}) < len(changes):
+        raise UnsupportedModelError(f"The towers of {type(model).__name__} share modules: convert the decoder alone.")
+    return changes
+
+
+def _plan_tower(
+    model: PreTrainedModel, stack: surgery.Stack, config: SchemeConfig, param_dtype: torch.dtype | None, tower: str
+) -> list[Change]:
     layers = [layer for _, layer in stack.layers()]
     rewrites = _rewrite_layers(model, stack, named=True)
     if not _names_survive(model, rewrites):
@@ -38,10 +52,12 @@ def plan_conversion(model: PreTrainedModel, config: SchemeConfig, param_dtype: t
     modules = [module for rewrite in rewrites for module in rewrite.methods]
     if len(set(modules)) < len(modules):
         raise UnsupportedModelError(f"{type(stack.owner).__name__} runs one layer more than once: not supported.")
-    hidden_size = model.config.get_text_config(decoder=True).hidden_size
+    hidden_size = stack.recorder.config.get_text_config(decoder=True).hidden_size
     slots = [[Slot(site.name, site.kind, site.begins) for site in rewrite.sites] for rewrite in rewrites]
     made = modules_of_layers(config, hidden_size, layers, slots, param_dtype)
     ends = modules_of_owner(config, hidden_size, layers, stack.maps, param_dtype)
+    for new in (*ends.values(), *(module for of_layer in made for module in of_layer)):
+        new.tower = tower
     taken = [name for name in ends if hasattr(stack.owner, name)]
     if taken:
         raise UnsupportedModelError(f"{type(stack.owner).__name__} already has an attribute {taken[0]!r}.")

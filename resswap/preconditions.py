@@ -41,7 +41,8 @@ def check_convertible(model: object) -> None:
         raise UnsupportedModelError(f"{name} is not a transformers PreTrainedModel.")
     types = {model.config.model_type, model.config.get_text_config(decoder=True).model_type}
     known = types <= set(CONFIG_MAPPING_NAMES)
-    if known and not types & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) and not model.can_generate():
+    decodes = model.can_generate() or getattr(model.config, "is_encoder_decoder", False)
+    if known and not types & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) and not decodes:
         raise UnsupportedModelError(f"{name} is not a decoder: transformers has no causal language model of its type.")
     own = next((OWN_MECHANISMS[kind] for kind in types if kind in OWN_MECHANISMS), None)
     if own is not None:
@@ -85,8 +86,8 @@ def _wrapped_model(model: object) -> nn.Module | None:
 
 
 def _layer_class(model: PreTrainedModel) -> str:
-    """The class of the model's layers and where it is defined."""
-    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m))
+    """The class of the decoder's layers and where it is defined."""
+    layers = next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m))
     cls = type(layers[0])
     return f"{cls.__module__}.{cls.__qualname__} (line {inspect.getsourcelines(cls)[1]})"
 

@@ -4,14 +4,18 @@
 """
 
 import copy
+import inspect
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from test_refusals import assert_unchanged, snapshot
 from tiny import load_by_own_code, new_parameters, randomise_connections
 from torch.utils._pytree import tree_map
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
 from transformers.models.musicgen.modeling_musicgen import MusicgenForCausalLM
@@ -31,8 +35,8 @@ REFUSED = {
     "blt": "more than one stack of layers",
     "hrm_text": "more than one stack of layers",
     "xlm": "no stack of decoder layers",
-    "xlnet": r"XLNetLayer\.forward .*line \d+",
-    "zaya": r"ZayaDecoderLayer\.forward .*line \d+",
+    "xlnet": r"What the layer returns is not the residual stream in .*\.XLNetLayer\.forward",
+    "zaya": r"A parameter is added to the residual stream in .*\.ZayaResidualScaling\.forward",
 }
 SUPPORTED = sorted(set(CONFIGS) - set(OWN_MECHANISMS) - set(REFUSED))
 
@@ -160,17 +164,40 @@ def gradients(model, inputs):
     return {name: p.grad.clone() for name, p in new_parameters(model).items() if p.grad is not None}
 
 
-@pytest.mark.parametrize("model_type", sorted(set(CONFIGS) & (set(OWN_MECHANISMS) | set(REFUSED))))
-def test_is_refused_with_the_reason(model_type):
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**CONFIGS[model_type]))
-    classes, keys = [type(module) for module in model.modules()], list(model.state_dict())
-    reason = (
-        REFUSED.get(model_type)
-        or rf"\(line \d+\) has a residual mechanism of its own: {OWN_MECHANISMS[model_type][:9]}"
-    )
-    with pytest.raises(resswap.UnsupportedModelError, match=reason):
+@pytest.mark.parametrize("model_type", sorted({*OWN_MECHANISMS, *REFUSED}))
+def test_is_refused_with_class_line_and_reason(model_type, monkeypatch):
+    if model_type == "gemma3n":
+        model, inputs = build_gemma3n(monkeypatch)
+    else:
+        model, inputs = build(model_type)
+    before = snapshot(model)
+    with torch.no_grad():
+        expected = logits(model, inputs)
+    reason = REFUSED.get(model_type) or f"a residual mechanism of its own: {re.escape(OWN_MECHANISMS[model_type])}"
+    with pytest.raises(resswap.UnsupportedModelError) as caught:
         resswap.convert(model)
-    assert [type(module) for module in model.modules()] == classes and list(model.state_dict()) == keys
+    assert re.search(reason, str(caught.value))
+    module, class_name, line = re.search(
+        r"(transformers\.models\.\w+\.modeling_\w+)\.(\w+).*?line (\d+)", str(caught.value)
+    ).groups()
+    assert module == type(model).__module__
+    source, first_line = inspect.getsourcelines(getattr(sys.modules[module], class_name))
+    assert first_line <= int(line) < first_line + len(source)
+    assert_unchanged(model, before)
+    with torch.no_grad():
+        assert torch.equal(logits(model, inputs), expected)
+
+
+def build_gemma3n(monkeypatch):
+    """Without its vision tower, which another package defines."""
+    make = AutoModel.from_config
+
+    def make_all_but_vision(config):
+        return torch.nn.Identity() if config.model_type == "gemma3n_vision" else make(config)
+
+    monkeypatch.setattr(AutoModel, "from_config", make_all_but_vision)
+    config = CONFIG_MAPPING["gemma3n"](text_config=CONFIGS["gemma3n_text"], audio_config={"conf_num_hidden_layers": 1})
+    return AutoModelForCausalLM.from_config(config).eval(), {"input_ids": torch.randint(3, 100, (2, 12))}
 
 
 def test_no_type_is_left_out():

@@ -31,6 +31,7 @@ def test_one_type_a_config_and_a_model_say_the_same():
         ("bloom", "adds in submodules or helpers", 2.0),
         ("mamba", "adds in the layer, scales, casts or reshapes of the stream", 1.0),
         ("gptj", "adds in the layer", 1.0),
+        ("t5", "adds in submodules or helpers, scales, casts or reshapes of the stream", 3.0),
     ],
 )
 def test_patterns(model_type, pattern, connections):
@@ -40,7 +41,7 @@ def test_patterns(model_type, pattern, connections):
 def test_refusals():
     assert resswap.support("deepseek_v4").reason.endswith("of its own: manifold-constrained hyper-connections")
     assert not resswap.support("xlnet").supported and "XLNetLayer.forward" in resswap.support("xlnet").reason
-    with pytest.raises(resswap.OptionError, match="no causal language model of type 'vit'"):
+    with pytest.raises(resswap.OptionError, match="no causal or sequence-to-sequence language model of type 'vit'"):
         resswap.support("vit")
     assert not resswap.support(resswap.convert(tiny("llama"))).supported
 

@@ -70,6 +70,8 @@ def refused(folder, auto_class=AutoModelForCausalLM, **arguments):
         ({"base_model": 1}, "residual.base_model is 1, not a str"),
         ({"param_dtype": "int8"}, "residual.param_dtype is 'int8'; allowed: float32"),
         ({"param_dtype": "nn"}, "residual.param_dtype is 'nn'; allowed: float32"),
+        ({"towers": "encoder"}, "residual.towers is 'encoder'; allowed: decoder, all"),
+        ({"towers": ["all"]}, "residual.towers is ['all'], not a str"),
         ({"depth": 3}, "residual.depth is not a field of format version 1"),
     ],
 )

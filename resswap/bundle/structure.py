@@ -37,18 +37,22 @@ class Rewritten:
 
 
 @dataclass(frozen=True)
-class Structure:
-    """The fields of a `Conversion`: the parts as expressions, the rest as it is.
-
-    Attributes:
-        classes: the rewritten classes that the parts name.
-    """
+class Tower:
+    """The fields of a `Conversion`: the parts as expressions, the rest as it is."""
 
     model: str
     owner: str
     list_name: str
     layers: tuple[str, ...]
     maps: str
+    tower: str
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a model was converted: its towers, and the rewritten classes that their parts name."""
+
+    towers: tuple[Tower, ...]
     classes: tuple[Rewritten, ...]
 
 
@@ -56,13 +60,22 @@ def structure(model: PreTrainedModel) -> Structure:
     """How a model was converted.
 
     Raises:
-        UnsupportedModelError: something was changed outside the model around the stack.
+        UnsupportedModelError: something was changed outside the models around the stacks.
     """
-    around = next(m for m in model.modules() if rewritten_decorator(type(m)) is collapses_hidden_states)
+    arounds = [m for m in model.modules() if rewritten_decorator(type(m)) is collapses_hidden_states]
+    inside = {module for around in arounds for module in around.modules() if _is_changed(module)}
+    if len(inside) < sum(_is_changed(module) for module in model.modules()):
+        names = " and ".join(type(around).__name__ for around in arounds)
+        raise UnsupportedModelError(f"More of {type(model).__name__} was rewritten than {names}.")
+    classes: dict[type, Rewritten] = {}
+    towers = tuple(_tower(around, classes) for around in arounds)
+    return Structure(towers, tuple(dict.fromkeys(classes.values())))
+
+
+def _tower(around: PreTrainedModel, classes: dict[type, Rewritten]) -> Tower:
+    """How the stack in one model was converted; fills `classes`."""
     owner_name, owner = next((name, module) for name, module in around.named_modules() if hasattr(module, READOUT))
     changed = {name: module for name, module in around.named_modules() if _is_changed(module)}
-    if len(changed) < sum(_is_changed(module) for module in model.modules()):
-        raise UnsupportedModelError(f"More of {type(model).__name__} was rewritten than {type(around).__name__}.")
     list_name = _list_name(owner)
     prefix = f"{owner_name}.{list_name}.".lstrip(".")
     in_layers: list[dict[str, nn.Module]] = [{} for _ in getattr(owner, list_name)]
@@ -73,12 +86,9 @@ def structure(model: PreTrainedModel) -> Structure:
             in_layers[int(index)][name] = module
         elif not isinstance(module, ResidualModule):
             outside[full_name] = module
-    classes: dict[type, Rewritten] = {}
     layers = tuple(_part(modules, classes) for modules in in_layers)
     maps = getattr(owner, MAP).kind if hasattr(owner, MAP) else ""
-    return Structure(
-        _part(outside, classes), owner_name, list_name, layers, maps, tuple(dict.fromkeys(classes.values()))
-    )
+    return Tower(_part(outside, classes), owner_name, list_name, layers, maps, getattr(owner, READOUT).tower)
 
 
 def _is_changed(module: nn.Module) -> bool:

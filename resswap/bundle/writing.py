@@ -22,7 +22,7 @@ from resswap.schemes import SchemeConfig
 from resswap.version import __version__
 
 from .flatten import flat_name
-from .structure import Rewritten, Structure
+from .structure import Rewritten, Structure, Tower
 
 CONFIGURATION, MODELING = "configuration_resswap", "modeling_resswap"
 HEADER = f"# From resswap {__version__}. Licensed under the Apache License, Version 2.0."
@@ -83,10 +83,9 @@ def modeling_file(
     own = [f"from .{CONFIGURATION} import {residual_config_class(family).__name__}"]
     own.append("from .resswap_installation import Conversion, ConvertedModel, Part, Slot")
     own += [f"from .{flat_name(d.__module__)} import {d.__name__}" for d in decorators]
-    names = {part: f"layer_{index}" for index, part in enumerate(dict.fromkeys(structure.layers), 1)}
+    parts = dict.fromkeys(part for tower in structure.towers for part in tower.layers)
+    names = {part: f"layer_{index}" for index, part in enumerate(parts, 1)}
     definitions = [f"        {name} = {part}\n" for part, name in names.items()]
-    runs = [(names[part], len(list(run))) for part, run in groupby(structure.layers)]
-    listed = "".join(f"\n                *[{name}] * {count}," for name, count in runs)
     origin = sys.modules[rewritten[-1].original.__module__]
     return f'''{_notice(origin)}
 #
@@ -103,19 +102,27 @@ class Converted(ConvertedModel):
     config_class = {residual_config_class(family).__name__}
 
     @staticmethod
-    def conversion():
-        model = {structure.model}
-{"".join(definitions)}        return Conversion(
-            model=model,
-            owner="{structure.owner}",
-            list_name="{structure.list_name}",
-            layers=({listed}
-            ),
-            maps="{structure.maps}",
-        )
+    def conversions():
+{"".join(definitions)}        return (
+{"".join(_conversion(tower, names) for tower in structure.towers)}        )
 
 
 {(chr(10) * 2).join(bodies)}'''
+
+
+def _conversion(tower: Tower, names: dict[str, str]) -> str:
+    """The expression for the conversion of one tower, with names for the parts that layers are."""
+    runs = [(names[part], len(list(run))) for part, run in groupby(tower.layers)]
+    layers = " ".join(f"*[{name}] * {count}," for name, count in runs)
+    return f'''            Conversion(
+                model={textwrap.indent(tower.model, " " * 8).strip()},
+                owner="{tower.owner}",
+                list_name="{tower.list_name}",
+                layers=({layers}),
+                maps="{tower.maps}",
+                tower="{tower.tower}",
+            ),
+'''
 
 
 def carried_files(files: Iterable[str]) -> str:

@@ -22,6 +22,16 @@ class Sources:
 
     values: tuple[Tensor, ...]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that all sources have."""
+        return self.values[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device that all sources are on."""
+        return self.values[0].device
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "Sources":
         """The function applied to each source."""
         return combined([function(value) for value in self.values], lambda values: Sources(tuple(values)))

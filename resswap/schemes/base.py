@@ -21,6 +21,7 @@ class ResidualModule(nn.Module):
             None: they are cast with the model.
         kernels: how its inner loops run, see `resswap.set_kernels`. It is not saved with the model.
         kind, begins: what it was made for, as in `resswap.installation.Slot`.
+        tower: whose layers it serves, "decoder" or "encoder".
     """
 
     kernels: str = "auto"
@@ -28,6 +29,7 @@ class ResidualModule(nn.Module):
     param_dtype: torch.dtype | None = None
     kind: str = ""
     begins: bool = False
+    tower: str = "decoder"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         return super()._apply(fn if self.param_dtype is None else partial(_keep_dtype, fn), recurse)
@@ -84,7 +86,10 @@ class Add:
 
 
 def map_streams(function: Callable[[Tensor], Tensor], streams: Any) -> Any:
-    """Apply a function of hidden states `[batch, seq, hidden]` to each stream; what is no tensor has a `map`."""
+    """Apply a function of hidden states `[batch, seq, hidden]` to each stream.
+
+    Streams that are no tensor have a method `map` that does it, a `dtype` and a `device`.
+    """
     if not isinstance(streams, Tensor):
         return streams.map(function)
     return combined([function(stream) for stream in streams.unbind(-2)], lambda parts: torch.stack(parts, dim=-2))

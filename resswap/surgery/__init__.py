@@ -1,7 +1,7 @@
 """Find the layers of a model, and read and rewrite their forward. Nothing here knows about schemes."""
 
 from .layer import checks_checkpointing, rewrite_layer
-from .rewriter import Rewrite, Site
+from .rewrite import Rewrite, Site
 from .source import (
     Methods,
     MethodSource,

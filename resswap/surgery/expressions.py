@@ -10,21 +10,10 @@ from resswap.errors import UnsupportedModelError
 
 from .source import MethodSource
 from .static import STREAM, UNKNOWN, evaluate
-from .stream import Conflict, Decisions, Packed, Path, Revised, Stream, Use, Value
+from .stream import Conflict, Decisions, NotReturned, Packed, Path, Revised, Stream, Use, Value
 
-LINEAR_METHODS = {
-    "clone",
-    "contiguous",
-    "float",
-    "half",
-    "reshape",
-    "squeeze",
-    "to",
-    "type",
-    "type_as",
-    "unsqueeze",
-    "view",
-}
+# Tensor methods, or functions of torch, that make sense on each stream or source. A clamp keeps float16 from overflow.
+MAP_METHODS = set("clamp clone contiguous float half reshape squeeze to type type_as unsqueeze view".split())
 
 
 class ExpressionWalk:
@@ -37,9 +26,11 @@ class ExpressionWalk:
         self.source, self.module = source, module
         self.calls: list[tuple[int, str]] = []
         self.streams: list[Stream] = []
-        self.failure = ""
+        self.failure: UnsupportedModelError | None = None
+        self.unfollowed = ""  # why the last call that takes a stream and returns it could not be followed
         self._decisions = decisions
         self._env: dict[str, Value] = {}
+        self._settled: dict[str, Any] = {}  # variables whose one value the instance settles
         self._taken: dict[Stream, ast.AST] = {}  # on this way: the streams that were added to or handed on, and where
         self._path: Path = ()
         self._order = 0
@@ -65,6 +56,9 @@ class ExpressionWalk:
                 return value.stream if first else None
             self._read(node.value, value)
             self._read_all(node.slice)
+            return None
+        if isinstance(node, ast.Attribute):
+            self._read(node.value, self._value(node.value), of_all=node.attr in ("dtype", "device"))
             return None
         if isinstance(node, ast.IfExp):
             return self._conditional(node)
@@ -132,13 +126,15 @@ class ExpressionWalk:
 
     def _call(self, node: ast.Call) -> Value:
         function = node.func
-        if isinstance(function, ast.Attribute) and function.attr in LINEAR_METHODS:
-            value = self._value(function.value)
-            for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+        if isinstance(function, ast.Attribute) and function.attr in MAP_METHODS:
+            of_torch = isinstance(function.value, ast.Name) and function.value.id == "torch" and node.args
+            operand, *arguments = node.args if of_torch else [function.value, *node.args]
+            value = self._value(operand)
+            for argument in (*arguments, *(keyword.value for keyword in node.keywords)):
                 self._read(argument, self._value(argument))
             if isinstance(value, Stream):
-                return self._map_or_read(node, function.value, value)
-            self._read(function.value, value)
+                return self._map_or_read(node, operand, value)
+            self._read(operand, value)
             return None
         self._read_all(function)
         arguments = [(index, argument) for index, argument in enumerate(node.args)]
@@ -187,7 +183,10 @@ class ExpressionWalk:
         try:
             source, module = self._callee(callee)
             unit = None if source is None else self._follow(source, module, source.parameter(key))
-        except UnsupportedModelError:
+        except NotReturned:
+            return None
+        except UnsupportedModelError as error:
+            self.unfollowed = str(error)
             return None
         return unit if unit is not None and unit.contains_add() else None
 
@@ -234,9 +233,9 @@ class ExpressionWalk:
         for child in ast.iter_child_nodes(node):
             self._read(child, self._value(child))
 
-    def _read(self, node: ast.AST, value: Value, candidate: tuple[ast.expr, bool] | None = None) -> None:
+    def _read(self, node: ast.AST, value: Value, **details: Any) -> None:
         if isinstance(value, Stream) and isinstance(node, ast.Name):
-            self._use(value, "read", node, candidate=candidate)
+            self._use(value, "read", node, **details)
         elif value is not None and not isinstance(value, Packed):
             self._fail(f"The residual stream goes on through something other than an add in {self.source.at(node)}.")
 
@@ -249,7 +248,7 @@ class ExpressionWalk:
 
     def _evaluate(self, node: ast.expr) -> Any:
         streams = {name: STREAM for name, value in self._env.items() if isinstance(value, Stream)}
-        return evaluate(node, self.module, {**self.source.function.__globals__, **streams})
+        return evaluate(node, self.module, {**self.source.function.__globals__, **self._settled, **streams})
 
     def _record_call(self, function: ast.expr) -> None:
         while isinstance(function, ast.Attribute):
@@ -275,8 +274,8 @@ class ExpressionWalk:
         self.streams.append(stream)
         return stream
 
-    def _fail(self, message: str) -> None:
-        self.failure = self.failure or message
+    def _fail(self, message: str, kind: type[UnsupportedModelError] = UnsupportedModelError) -> None:
+        self.failure = self.failure or kind(message)
 
     def _tick(self) -> int:
         self._order += 1

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from resswap.errors import UnsupportedModelError
 
-from .rewriter import Rewrite, Rewriter, begins
+from .rewrite import Rewrite, begins
+from .rewriter import Rewriter
 from .source import MethodSource
 from .trace import trace_method
 
@@ -31,7 +32,7 @@ def rewrite_layer(layer: nn.Module, argument: int | str, at_entry: bool = False,
     text = Rewriter(rewrite, trace, at_entry).run()
     rewrite.add_method(layer, "forward", text, has_sites=True)
     if not any(site.kind == "connection" for site in rewrite.sites):
-        raise UnsupportedModelError(f"No residual add was found in {source.name}.")
+        raise UnsupportedModelError(f"No residual add was found in {source.where}.")
     return rewrite
 
 

@@ -12,8 +12,9 @@ import inspect
 import linecache
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 from types import FunctionType
 from typing import Any
 
@@ -61,6 +62,11 @@ class MethodSource:
         if not isinstance(self.node, ast.FunctionDef):
             raise UnsupportedModelError(f"{name} is not a plain function, so it cannot be rewritten.")
 
+    @property
+    def where(self) -> str:
+        """Its name and where it is, for messages."""
+        return f"{self.name} ({self.function.__code__.co_filename}, line {self.first_line})"
+
     def at(self, node: ast.AST) -> str:
         """Where `node` is in the original file, and its text, for messages."""
         path = self.function.__code__.co_filename
@@ -79,7 +85,15 @@ class MethodSource:
             return names[argument + self.offset]
         if argument in names:
             return str(argument)
-        raise UnsupportedModelError(f"{self.name} has no parameter {argument!r} for the hidden states.")
+        raise UnsupportedModelError(f"{self.where} has no parameter {argument!r} for the hidden states.")
+
+    @cached_property
+    def assigned_once(self) -> set[str]:
+        """The variables that get their value in one place, and are no parameters."""
+        nodes = list(ast.walk(self.node))
+        stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        counts = Counter([*stored, *(node.arg for node in nodes if isinstance(node, ast.arg))])
+        return {name for name in stored if counts[name] == 1}
 
     def begins_line(self, statement: ast.stmt) -> bool:
         """Whether a line can be put before the statement: it is the first on its line, and not an `elif`."""

@@ -69,8 +69,12 @@ class _Found:
         return f"{self.name}.{self.list_name}".lstrip(".")
 
 
-def find_stack(model: PreTrainedModel) -> Stack:
-    """The one stack of decoder layers in `model`.
+def find_stack(model: PreTrainedModel, tower: str = "decoder") -> Stack:
+    """The one stack of layers in a model's decoder, or in the encoder beside it.
+
+    Args:
+        model: a decoder, or an encoder-decoder.
+        tower: "decoder" or "encoder".
 
     Raises:
         UnsupportedModelError: there is none, or more than one, or its loop does what cannot be followed.
@@ -79,27 +83,45 @@ def find_stack(model: PreTrainedModel) -> Stack:
     for name, module in model.named_modules():
         if any(name.startswith(f"{stack.path}.") for stack in stacks) or type(module).forward is nn.Module.forward:
             continue
-        for list_name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) and not isinstance(module, nn.ModuleList):
-                source = MethodSource(type(module))
-                loops = _find_loops(source, list_name)
-                if loops:
-                    stacks.append(_Found(name, module, list_name, source, loops))
+        for list_name in _lists(module):
+            source = MethodSource(type(module))
+            loops = _find_loops(source, list_name)
+            if loops:
+                stacks.append(_Found(name, module, list_name, source, loops))
     if not stacks:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no stack of decoder layers: no module's forward loops over a ModuleList "
-            "and passes hidden states through it. resswap converts decoders such as LLaMA or GPT-2."
+            f"and passes hidden states through it. Looked for in {_where_layers_may_be(model)}. resswap converts "
+            "decoders such as LLaMA or GPT-2."
         )
-    chosen = _of_the_decoder(model, stacks)
-    if len(chosen) > 1:
-        names = ", ".join(stack.path for stack in chosen)
+    chosen = _of_tower(model, stacks, tower)
+    if len(chosen) != 1:
+        where = "; ".join(f"{stack.path}, in {stack.source.at(stack.loops[0].statement.iter)}" for stack in stacks)
         raise UnsupportedModelError(
-            f"{type(model).__name__} has more than one stack of layers ({names}), and none of them is the decoder's."
+            f"{type(model).__name__} has more than one stack of layers, and none of them is the {tower}'s: {where}."
         )
     stack = chosen[0]
     text, maps = _rewrite(stack.source, stack.loops)
     recorder = _model_around(model, stack)
     return Stack(stack.owner, recorder, stack.name, stack.list_name, stack.loops[0].argument, text, maps)
+
+
+def _lists(module: nn.Module) -> list[str]:
+    """The names of the lists of modules that a module's own forward could run."""
+    if isinstance(module, nn.ModuleList):
+        return []
+    return [name for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child)]
+
+
+def _where_layers_may_be(model: PreTrainedModel) -> str:
+    """Where a forward uses a list of modules, in whatever way; else where the model's own forward is."""
+    for module in model.modules():
+        for list_name in _lists(module):
+            source = MethodSource(type(module))
+            use = next((node for node in ast.walk(source.node) if _is_self_attribute(node, list_name)), None)
+            if use is not None:
+                return source.at(use)
+    return MethodSource(type(model)).where
 
 
 def _model_around(model: PreTrainedModel, stack: _Found) -> PreTrainedModel:
@@ -109,15 +131,22 @@ def _model_around(model: PreTrainedModel, stack: _Found) -> PreTrainedModel:
     return models[max(around, key=len)]
 
 
-def _of_the_decoder(model: PreTrainedModel, stacks: list[_Found]) -> list[_Found]:
-    """Of several stacks, such as a vision tower's and a text decoder's, the decoder's."""
-    if len(stacks) == 1:
-        return stacks
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    inside = set(decoder.modules())
-    text_config = model.config.get_text_config(decoder=True)
+def _of_tower(model: PreTrainedModel, stacks: list[_Found], tower: str) -> list[_Found]:
+    """Of several stacks, such as a vision tower's and a text decoder's, the decoder's, or the encoder's beside it."""
+    if tower == "decoder":
+        if len(stacks) == 1:
+            return stacks
+        part, text_config = model.get_decoder(), model.config.get_text_config(decoder=True)
+    else:
+        part, text_config = model.get_encoder(), model.config.get_text_config(encoder=True)
+        if not model.config.is_encoder_decoder or part is model or len(stacks) == 1:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no encoder beside its decoder: leave `towers` out. Of its stacks "
+                f"({', '.join(stack.path for stack in stacks)}) only the decoder's can be converted."
+            )
+    inside = set(part.modules())
     for rule in (
-        lambda stack: stack.owner is decoder,
+        lambda stack: stack.owner is part,
         lambda stack: stack.owner in inside and _model_around(model, stack).config is text_config,
         lambda stack: stack.owner in inside,
     ):

@@ -15,6 +15,8 @@ STREAM = object()
 # These change after conversion; BigBird switches its attention type with the length of the input.
 _CHANGING = {"training", "gradient_checkpointing", "attention_type"}
 
+_CONTAINERS = (list, tuple, dict, nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
 _COMPARISONS = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -51,7 +53,7 @@ def evaluate(node: ast.expr, instance: nn.Module, scope: dict[str, Any]) -> Any:
     if isinstance(node, ast.Subscript):
         container, index = (evaluate(part, instance, scope) for part in (node.value, node.slice))
         try:
-            return container[index] if isinstance(container, (list, tuple, dict)) else UNKNOWN
+            return container[index] if isinstance(container, _CONTAINERS) else UNKNOWN
         except (KeyError, IndexError, TypeError):
             return UNKNOWN
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
@@ -60,6 +62,9 @@ def evaluate(node: ast.expr, instance: nn.Module, scope: dict[str, Any]) -> Any:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         value = evaluate(node.operand, instance, scope)
         return UNKNOWN if value is UNKNOWN else not value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = evaluate(node.operand, instance, scope)
+        return -value if isinstance(value, (int, float)) else UNKNOWN
     if isinstance(node, ast.BoolOp):
         return _bool_op(node, instance, scope)
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:

@@ -4,6 +4,8 @@ import ast
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from resswap.errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     from .trace import Trace
 
@@ -16,13 +18,14 @@ class Use:
     """One use of a stream.
 
     Attributes:
-        kind: see the module's docstring.
+        kind: see the docstring of `trace`.
         node: what is to be edited: the name, the alias statement, the sum, the map or the argument.
         stream: the stream that is used.
         path, order: where it is, and when it came in the walk.
         operand: of an add, the stream's own term; of a map, the expression that it applies to.
         others: of an add, the other terms.
         candidate: of a read, the map that it would be if the stream is not used afterwards, and whether a norm.
+        of_all: of a read, whether it asks only for the dtype or device, which all streams have in common.
         result: of an add, a map, an enter or a lend, the next stream.
         unit: of an enter or a lend, the walk through what was called.
         call: of an enter or a lend, the call.
@@ -36,6 +39,7 @@ class Use:
     operand: ast.expr | None = None
     others: list[ast.expr] = field(default_factory=list)
     candidate: tuple[ast.expr, bool] | None = None
+    of_all: bool = False
     result: "Stream | None" = None
     unit: "Trace | None" = None
     call: ast.Call | None = None
@@ -74,6 +78,10 @@ class Conflict:
 
 
 Value = Stream | Packed | Conflict | None
+
+
+class NotReturned(UnsupportedModelError):
+    """What a method returns is not its stream: it is a branch and not on the residual path."""
 
 
 class Revised(Exception):

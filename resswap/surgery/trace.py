@@ -21,12 +21,10 @@ from typing import Any
 
 from torch import nn
 
-from resswap.errors import UnsupportedModelError
-
 from .expressions import ExpressionWalk
 from .source import MethodSource
 from .static import UNKNOWN
-from .stream import Conflict, Decisions, Packed, Path, Revised, Stream, Use, Value
+from .stream import Conflict, Decisions, NotReturned, Packed, Path, Revised, Stream, Use, Value
 
 
 def trace_method(source: MethodSource, module: nn.Module, parameter: str) -> "Trace":
@@ -45,7 +43,7 @@ def trace_method(source: MethodSource, module: nn.Module, parameter: str) -> "Tr
         if dying is not None:
             decisions.maps.add(dying.candidate[0])
         elif trace.failure:
-            raise UnsupportedModelError(trace.failure)
+            raise trace.failure
         else:
             return trace
 
@@ -59,7 +57,7 @@ class Trace(ExpressionWalk):
         self.packed = False
         self._env[parameter] = self._new_stream()
         if self._block(source.node.body) or not self.returned:
-            self._fail(f"{source.name} does not return the residual stream.")
+            self._fail(f"{source.where} does not return the residual stream.", NotReturned)
 
     def contains_add(self) -> bool:
         """Whether an add lies in the method or in what it calls."""
@@ -140,7 +138,9 @@ class Trace(ExpressionWalk):
             self._use(value, "pass", node.value)
             self.returned.append(value)
         else:
-            self._fail(f"What the layer returns is not the residual stream in {self.source.at(node)}.")
+            where = self.source.at(node)
+            message = f"What the layer returns is not the residual stream in {where}. {self.unfollowed}".rstrip()
+            self._fail(message, NotReturned)
 
     def _if(self, node: ast.If) -> bool:
         test = self._evaluate(node.test)
@@ -174,6 +174,8 @@ class Trace(ExpressionWalk):
         if isinstance(target, ast.Name):
             if isinstance(value, Stream) and isinstance(statement.value, ast.Name):
                 self._use(value, "alias", statement)
+            if value is None and target.id in self.source.assigned_once:
+                self._settled[target.id] = self._evaluate(statement.value)
             self._env[target.id] = value
             return
         names = [node for node in ast.walk(target) if isinstance(node, ast.Name)]
