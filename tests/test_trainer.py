@@ -14,10 +14,19 @@ import resswap
 KEYS = {
     "mhc": {"stream_spread", "doubly_stochastic_error", "gain_forward", "gain_backward"},
     "hc": {"stream_spread", "doubly_stochastic_error", "gain_forward", "gain_backward"},
-    "attnres": {"depth_entropy", "depth_entropy_last"},
-    "block_attnres": {"depth_entropy", "depth_entropy_last"},
+    "attnres": {"read_entropy", "read_entropy_last", "read_dominance"},
+    "block_attnres": {"read_entropy", "read_entropy_last", "read_dominance"},
 }
-COMMON = {"grad_norm", "stream_rms_first", "stream_rms_last", "stream_rms_max"}
+COMMON = {
+    "grad_norm",
+    "gradient_first",
+    "gradient_last",
+    "input_rms_max",
+    "output_rms_max",
+    "stream_rms_first",
+    "stream_rms_last",
+    "stream_rms_max",
+}
 
 
 def arguments(folder, kind=TrainingArguments, **options):
@@ -59,7 +68,7 @@ def test_trainer_logs_the_health_of_the_scheme(scheme, tmp_path):
     assert losses[1] < losses[0]
     if scheme == "mhc":
         assert logs[1]["residual/stream_spread"] > 1e-3
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     made.save_model(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     assert torch.equal(logits(loaded, input_ids()), logits(model.eval(), input_ids()))
@@ -83,7 +92,7 @@ def test_the_values_reach_the_tracker(tmp_path, monkeypatch):
     trainer(resswap.convert(tiny(), "attnres"), tmp_path, report_to="tensorboard").train()
     board = EventAccumulator(str(next((tmp_path / "board").rglob("events*")).parent))
     board.Reload()
-    tag = next(tag for tag in board.Tags()["scalars"] if tag.endswith("residual/depth_entropy"))
+    tag = next(tag for tag in board.Tags()["scalars"] if tag.endswith("residual/read_entropy"))
     assert [event.step for event in board.Scalars(tag)] == [2, 4]
 
 
