@@ -47,6 +47,7 @@ def inspect(
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"{type(model).__name__} is not a model.")
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     away = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if away is not None:
         raise UnsupportedModelError(f"{away} is offloaded or not loaded: inspect the model where it fits in memory.")
@@ -58,6 +59,7 @@ def inspect(
     scheme = described_scheme(model.config.residual) if converted else ResidualConfig()
     with ExitStack() as stack:
         stack.enter_context(_as_it_was(model))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # no hook on a gradient runs in a compiled graph
         if not converted:
             stack.enter_context(plain_connections(model))
         probe = stack.enter_context(Probe(model))

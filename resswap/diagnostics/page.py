@@ -90,10 +90,9 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _svg(reports: Sequence["Report"]) -> str:
-    import matplotlib
+    figure, text = draw(reports), io.StringIO()
+    from matplotlib import rc_context
 
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "resswap"}):
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        draw(reports).savefig(text, format="svg", metadata=metadata)
-    return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "resswap"}):
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return "<svg" + text.getvalue().partition("<svg")[2]

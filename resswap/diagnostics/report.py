@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE
 from rich.console import Console, Group
 from rich.table import Table
 
@@ -75,10 +76,11 @@ class Report:
         return [titles, *([name, *map(_cell, row)] for name, *row in zip(names, *shown.values(), strict=True))]
 
     def __rich__(self) -> Group:
-        table = Table()
+        table = Table(box=SIMPLE)
         titles, *rows = self.rows()
         for title in titles:
-            table.add_column(title, justify="left" if title == "module" else "right")
+            justify = "left" if title == "module" else "right"
+            table.add_column(title.replace(" ", "\n"), justify=justify, no_wrap=True)
         for row in rows:
             table.add_row(*row)
         return Group(self.title, table)
