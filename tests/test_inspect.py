@@ -211,6 +211,14 @@ def test_hidden_states_and_caches_do_not_disturb():
     assert resswap.inspect(model, inputs).to_dict() == expected
 
 
+@pytest.mark.parametrize("scheme", ["mhc", "hc"])
+def test_layers_that_take_all_tokens_in_one_row(scheme):
+    report = resswap.inspect(model_of(scheme, "opt"), batch())
+    assert [len(m.stream_rms) for m in report.measures] == [4] * 7
+    assert len(values(report, "spread")) == 7 and len(values(report, "composite_gain_forward")) == 6
+    assert all(m.gradient_norm > 0 for m in report.measures[:-1])
+
+
 def test_adapters_are_inspected():
     model = resswap.convert(tiny(), "attnres")
     expected = resswap.inspect(model, batch())

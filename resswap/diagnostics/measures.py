@@ -64,12 +64,15 @@ class Measures:
         return math.hypot(*self.stream_rms) / math.sqrt(len(self.stream_rms)) if self.stream_rms else None
 
 
-def of_streams(streams: Any) -> dict[str, Tensor]:
-    """Sizes and spread of `[batch, seq, n, hidden]`, `[batch, seq, hidden]`, or of the tensors in a pytree."""
+def of_streams(streams: Any, count: int = 1) -> dict[str, Tensor]:
+    """Sizes and spread of `[batch, seq, n, hidden]`, `[batch, seq, hidden]`, or of the tensors in a pytree.
+
+    With `count` more than 1, three dimensions are `[tokens, n, hidden]`: some layers (OPT) take all tokens in one row.
+    """
     if not isinstance(streams, Tensor):
         tensors = [leaf for leaf in _pytree.tree_leaves(streams) if isinstance(leaf, Tensor)]
         return {"stream_rms": torch.stack([rms(tensor) for tensor in tensors])} if tensors else {}
-    if streams.dim() < 4:
+    if streams.dim() < 4 and count == 1:
         return {"stream_rms": rms(streams)[None]}
     mean = streams.mean(-2, keepdim=True, dtype=wide(streams.dtype))
     distance = torch.stack([norm(stream - mean[..., 0, :]) for stream in streams.unbind(-2)]).norm()
@@ -91,6 +94,7 @@ def of_weights(kind: str, weights: Tensor) -> dict[str, Tensor]:
 
 def of_mixing(mixing: Tensor, before: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
     """Error and gains of mixing matrices `[..., j, i]`, and their product with that of those `before`."""
+    mixing = mixing.reshape(-1, *mixing.shape[-2:])
     product = mixing if before is None else before @ mixing
     sums = torch.stack([mixing.sum(-1), mixing.sum(-2)])
     found = {"doubly_stochastic_error": (sums - 1).abs().max()}

@@ -85,11 +85,11 @@ class Probe:
                 return
             place = self._seen.setdefault(index, {})  # a recomputation may stop half-way: what was seen stays
             place["name"] = name
-            place |= of_streams(args[0])
             weights = module.weights(args[0])
-            for kind in ("read", "write"):
-                if getattr(weights, kind) is not None:
-                    place |= of_weights(kind, getattr(weights, kind))
+            used = {kind: w for kind in ("read", "write") if (w := getattr(weights, kind)) is not None}
+            place |= of_streams(args[0], max((w.shape[-1] for w in used.values()), default=1))
+            for kind, each in used.items():
+                place |= of_weights(kind, each)
             if weights.mixing is not None:
                 place["mixing"] = weights.mixing.float()
 
