@@ -21,11 +21,13 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from .adapters import load_adapter, lora_config
     from .callback import ResidualCallback
+    from .diagnostics import Report, inspect
 
 __all__ = [
     "CheckpointError",
     "Connection",
     "OptionError",
+    "Report",
     "ResidualCallback",
     "ResswapError",
     "SchemeConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "convert",
     "diff",
     "freeze_base",
+    "inspect",
     "load_adapter",
     "load_connections",
     "lora_config",
@@ -48,8 +51,14 @@ __all__ = [
     "support",
 ]
 
-# These import PEFT and the Trainer, which takes seconds.
-_LAZY = {"ResidualCallback": "callback", "load_adapter": "adapters", "lora_config": "adapters"}
+# These import PEFT, the Trainer or rich, which takes time.
+_LAZY = {
+    "Report": "diagnostics",
+    "ResidualCallback": "callback",
+    "inspect": "diagnostics",
+    "load_adapter": "adapters",
+    "lora_config": "adapters",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,21 +4,27 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from resswap.diagnostics import Probe, connection_grad_norm
+from resswap.diagnostics import Probe, connection_grad_norm, summary
 
 
 class ResidualCallback(TrainerCallback):
-    """Logs, at each step that the trainer logs, `residual/…`: the values of `diagnostics.Probe`, and
-    `residual/grad_norm`, the gradient norm of the connections after clipping.
+    """Logs, at each step that the trainer logs, `residual/…`: what `resswap.inspect` measures, summed up as by
+    `Report.summary`, and `residual/grad_norm`, the gradient norm of the connections after clipping.
 
         trainer = Trainer(model, args, ...)
         trainer.add_callback(resswap.ResidualCallback(trainer))
 
-    They go where the trainer's own logs go: to `report_to`, to the progress bar, to `trainer.state.log_history`.
+    They go where the trainer's own logs go: to `report_to`, to the progress bar, to `trainer.state.log_history`. Of
+    the batches of a step the last one counts. With fp16 gradients are those of the scaled loss.
+
+    Args:
+        trainer: whose logs they go to.
+        every_connection: also log each number of each connection, as `residual/model.layers.0.attn_connection/spread`;
+            see `diagnostics.Measures`.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, every_connection: bool = False) -> None:
+        self._trainer, self._every_connection = trainer, every_connection
         self._probe: Probe | None = None
         self._values: dict[str, float] = {}
 
@@ -37,7 +43,12 @@ class ResidualCallback(TrainerCallback):
         if self._probe is None:
             return
         self._probe.close()
-        self._values = self._probe.values()
+        measures = self._probe.measures()
+        self._values = summary(measures)
+        if self._every_connection:
+            for each in measures:
+                numbers = {name: value for name, value in vars(each).items() if isinstance(value, float)}
+                self._values |= {f"{each.name}/{name}": value for name, value in numbers.items()}
         norm = connection_grad_norm(model)
         if norm is not None:
             self._values["grad_norm"] = norm

@@ -29,7 +29,7 @@ from resswap.ops import KERNELS
 from resswap.planning import Change, plan_conversion
 from resswap.preconditions import check_convertible, drop_dequantized_flag
 from resswap.publishing import hub_id, published_class, unpublished_class
-from resswap.schemes import Connection, ResidualModule, SchemeConfig, scheme_config
+from resswap.schemes import Connection, ResidualConfig, ResidualModule, SchemeConfig, scheme_config
 
 logger = logging.get_logger(__name__)
 
@@ -218,27 +218,57 @@ def _install_described(model: PreTrainedModel, residual: dict[str, Any]) -> None
     _install(model, described_scheme(residual), described_dtype(residual), described_towers(residual))
 
 
+@contextmanager
+def plain_connections(model: PreTrainedModel) -> Iterator[None]:
+    """Within the context a plain model has connections that are its residual adds, so that they can be watched.
+
+    Nothing is computed that was not computed before; the sum of parallel branches may be added up in another order.
+
+    Raises:
+        UnsupportedModelError: the model's residual adds cannot be found; it is left exactly as it was.
+    """
+    check_convertible(model)
+    changes = plan_conversion(model, ResidualConfig(), None, TOWERS["decoder"])
+    states = _states(changes)
+    try:
+        _apply(changes)
+        yield
+    finally:
+        _undo(changes, states)
+
+
 def _install(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None, towers: str) -> None:
     changes = plan_conversion(model, config, param_dtype, TOWERS[towers])
-    with _undone_on_error(changes):
-        for change in changes:
-            for name, child in change.children.items():
-                change.module.add_module(name, child)
-            change.module.__class__ = change.new_class
-            vars(change.module).pop("forward", None)  # what removed hooks leave behind: the old class's forward
-
-
-@contextmanager
-def _undone_on_error(changes: list[Change]) -> Iterator[None]:
-    classes = [type(change.module) for change in changes]
+    states = _states(changes)
     try:
-        yield
+        _apply(changes)
     except BaseException:
-        for change, old_class in zip(changes, classes, strict=True):
-            change.module.__class__ = old_class
-            for name in change.children:
-                change.module._modules.pop(name, None)
+        _undo(changes, states)
         raise
+
+
+def _apply(changes: list[Change]) -> None:
+    for change in changes:
+        for name, child in change.children.items():
+            change.module.add_module(name, child)
+        change.module.__class__ = change.new_class
+        vars(change.module).pop("forward", None)  # what removed hooks leave behind: the old class's forward
+
+
+def _states(changes: list[Change]) -> list[tuple[type[nn.Module], dict[str, Any]]]:
+    """The class of each module, and a forward of its own if it has one."""
+    return [
+        (type(change.module), {key: value for key, value in vars(change.module).items() if key == "forward"})
+        for change in changes
+    ]
+
+
+def _undo(changes: list[Change], states: list[tuple[type[nn.Module], dict[str, Any]]]) -> None:
+    for change, (old_class, own) in zip(changes, states, strict=True):
+        change.module.__class__ = old_class
+        vars(change.module).update(own)
+        for name in change.children:
+            change.module._modules.pop(name, None)
 
 
 def _installed(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -36,7 +36,7 @@ def test_gain_and_error_against_their_definition(scheme):
     randomise_connections(model, std=0.5)
     seen = []
     for connection in resswap.connections(model).values():
-        connection.register_forward_pre_hook(lambda module, args: seen.append(module.mixing(args[0]).detach()))
+        connection.register_forward_pre_hook(lambda module, args: seen.append(module.weights(args[0]).mixing.detach()))
     values = diagnostics.health(model, input_ids())
     product = torch.eye(4)
     for comb in seen:
@@ -59,21 +59,21 @@ def test_the_mixing_is_what_the_connection_does():
         connection = list(resswap.connections(model).values())[1]
         streams = torch.randn(2, 3, 4, 64)
         _, add = connection(streams)
-        expected = torch.einsum("...jk,...jc->...kc", connection.mixing(streams), streams)
+        expected = torch.einsum("...jk,...jc->...kc", connection.weights(streams).mixing, streams)
         torch.testing.assert_close(add(torch.zeros(2, 3, 64)), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("scheme", ["attnres", "block_attnres"])
-def test_depth_entropy(scheme):
+def test_the_entropy_of_depth_attention(scheme):
     model = resswap.convert(tiny(), scheme)
     values = diagnostics.health(model, input_ids())
-    assert values["depth_entropy"] == pytest.approx(1, abs=1e-5)  # all sources weigh the same
+    assert values["read_entropy"] == pytest.approx(1, abs=1e-5)  # all sources weigh the same
     assert "gain_forward" not in values and "stream_spread" not in values
     with torch.no_grad():
         model.model.stream_readout.query.copy_(100 * torch.randn(64))
     values = diagnostics.health(model, input_ids())
-    assert values["depth_entropy_last"] < 0.5
-    assert values["depth_entropy"] > values["depth_entropy_last"]
+    assert values["read_entropy_last"] < 0.5
+    assert values["read_entropy"] > values["read_entropy_last"]
 
 
 @pytest.mark.parametrize("scheme", ["attnres", "block_attnres"])
@@ -89,9 +89,9 @@ def test_the_depth_weights_are_what_the_connection_does(scheme):
     hook = model.model.stream_readout.register_forward_hook(keep)
     model(input_ids())
     hook.remove()
-    weights = model.model.stream_readout.depth_weights(sources[0])
-    assert torch.allclose(weights.sum(0), torch.ones(()), atol=1e-6)
-    x = len(weights) * sum(w[..., None] * v for w, v in zip(weights, sources[0].values, strict=True))
+    weights = model.model.stream_readout.weights(sources[0]).read
+    assert torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-6)
+    x = weights.shape[-1] * sum(w[..., None] * v for w, v in zip(weights.unbind(-1), sources[0].values, strict=True))
     torch.testing.assert_close(sources[1], x, rtol=1e-4, atol=1e-5)
 
 
@@ -124,12 +124,12 @@ def test_watching_leaves_no_trace(scheme, checkpointing):
 def test_adapters_are_watched_too():
     model = resswap.convert(tiny(), "attnres")
     tuned = get_peft_model(model, resswap.lora_config(model, r=4))
-    assert diagnostics.health(tuned, input_ids())["depth_entropy_last"] == pytest.approx(1, abs=1e-5)
+    assert diagnostics.health(tuned, input_ids())["read_entropy_last"] == pytest.approx(1, abs=1e-5)
     with torch.no_grad():
         for name, parameter in tuned.named_parameters():
             if "stream_readout.modules_to_save" in name and name.endswith("query"):
                 parameter.copy_(100 * torch.randn(64))
-    assert diagnostics.health(tuned, input_ids())["depth_entropy_last"] < 0.5
+    assert diagnostics.health(tuned, input_ids())["read_entropy_last"] < 0.5
 
 
 def test_what_cannot_be_watched():

@@ -9,6 +9,7 @@ from tiny import tiny
 from transformers import AutoModelForCausalLM
 
 import resswap
+from resswap.cli import app
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -27,7 +28,14 @@ def test_python_blocks_run_one_after_the_other(pretrained, capsys):
     printed = capsys.readouterr().out
     assert all(name in printed for name in resswap.available_schemes())
     assert "model.layers.0.attn_connection" in printed
+    assert "read" in printed and Path("report.html").read_text().count("<svg") == 1
     assert len(resswap.connections(AutoModelForCausalLM.from_pretrained("smollm2-mhc"))) == 6
+
+
+def test_the_commands_are_those_that_there_are():
+    described = set(re.findall(r"^\| `resswap (\w+)", README, re.MULTILINE))
+    commands = [command.name or command.callback.__name__ for command in app.registered_commands]
+    assert described == set(commands)
 
 
 def test_the_diff_is_what_resswap_shows():

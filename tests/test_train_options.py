@@ -89,7 +89,7 @@ def test_bf16_clipping_and_the_trackers(train, recipes):
     assert logged["train/train_loss"] == pytest.approx(losses(record), rel=1e-5)
     assert logged["eval/loss"] == pytest.approx([point["eval_loss"] for point in record["evaluations"]], rel=1e-5)
     assert all(value > 0 for value in logged["train/tokens_per_second"])
-    assert "residual/depth_entropy" in logged
+    assert "residual/read_entropy" in logged
 
 
 def test_the_report(train, recipes):

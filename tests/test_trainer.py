@@ -10,14 +10,24 @@ from tiny import SCHEMES, input_ids, logits, tiny
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, Trainer, TrainingArguments
 
 import resswap
+from resswap.schemes import ResidualModule
 
 KEYS = {
     "mhc": {"stream_spread", "doubly_stochastic_error", "gain_forward", "gain_backward"},
     "hc": {"stream_spread", "doubly_stochastic_error", "gain_forward", "gain_backward"},
-    "attnres": {"depth_entropy", "depth_entropy_last"},
-    "block_attnres": {"depth_entropy", "depth_entropy_last"},
+    "attnres": {"read_entropy", "read_entropy_last", "read_dominance"},
+    "block_attnres": {"read_entropy", "read_entropy_last", "read_dominance"},
 }
-COMMON = {"grad_norm", "stream_rms_first", "stream_rms_last", "stream_rms_max"}
+COMMON = {
+    "grad_norm",
+    "gradient_first",
+    "gradient_last",
+    "input_rms_max",
+    "output_rms_max",
+    "stream_rms_first",
+    "stream_rms_last",
+    "stream_rms_max",
+}
 
 
 def arguments(folder, kind=TrainingArguments, **options):
@@ -59,7 +69,8 @@ def test_trainer_logs_the_health_of_the_scheme(scheme, tmp_path):
     assert losses[1] < losses[0]
     if scheme == "mhc":
         assert logs[1]["residual/stream_spread"] > 1e-3
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    ours = [module for module in model.modules() if isinstance(module, ResidualModule)]
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in ours)
     made.save_model(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     assert torch.equal(logits(loaded, input_ids()), logits(model.eval(), input_ids()))
@@ -78,12 +89,23 @@ def test_the_callback_does_not_change_training_or_the_trainers_own_logs(tmp_path
     assert [step for step, _ in history(True)] == [1, 2, 4]
 
 
+def test_every_connection_can_be_logged(tmp_path):
+    made = trainer(resswap.convert(tiny(), "mhc"), tmp_path, max_steps=2)
+    made.remove_callback(resswap.ResidualCallback)
+    made.add_callback(resswap.ResidualCallback(made, every_connection=True))
+    made.train()
+    logged = next(entry for entry in made.state.log_history if "residual/grad_norm" in entry)
+    names = [name for name in logged if name.startswith("residual/model.layers.") and name.endswith("/gradient_norm")]
+    assert len(names) == 6 and all(logged[name] > 0 for name in names)
+    assert logged["residual/model.layers.0.attn_connection/gradient_norm"] == logged["residual/gradient_first"]
+
+
 def test_the_values_reach_the_tracker(tmp_path, monkeypatch):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     trainer(resswap.convert(tiny(), "attnres"), tmp_path, report_to="tensorboard").train()
     board = EventAccumulator(str(next((tmp_path / "board").rglob("events*")).parent))
     board.Reload()
-    tag = next(tag for tag in board.Tags()["scalars"] if tag.endswith("residual/depth_entropy"))
+    tag = next(tag for tag in board.Tags()["scalars"] if tag.endswith("residual/read_entropy"))
     assert [event.step for event in board.Scalars(tag)] == [2, 4]
 
 

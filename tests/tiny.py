@@ -30,6 +30,15 @@ CONFIGS = {
     "granite": {**_LLAMA_LIKE, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     "mistral": {**_LLAMA_LIKE, "sliding_window": 16},
     "mixtral": {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "opt": {
+        **_COMMON,
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    },
     "phi3": {**_LLAMA_LIKE, "resid_pdrop": 0.0},
     "gemma3_text": {**_LLAMA_LIKE, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
 }

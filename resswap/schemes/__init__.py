@@ -14,6 +14,8 @@ from .base import (
 )
 from .hc import HCConfig
 from .mhc import MHCConfig
+from .residual import ResidualConfig
+from .weights import Weights
 
 __all__ = [
     "Add",
@@ -23,8 +25,10 @@ __all__ = [
     "HCConfig",
     "MHCConfig",
     "Place",
+    "ResidualConfig",
     "ResidualModule",
     "SchemeConfig",
+    "Weights",
     "available_schemes",
     "option",
     "register_scheme",

@@ -11,6 +11,7 @@ from torch.utils import _pytree
 from resswap.ops import depth_attention
 
 from .base import Add, Connection, Place, ResidualModule, SchemeConfig, combined, option, register_scheme
+from .weights import Weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +127,8 @@ class DepthConnection(Connection):
         self.query = None if place.begins else nn.Parameter(torch.zeros(place.hidden_size))
         self.key_weight = None if place.begins else nn.Parameter(torch.ones(place.hidden_size))
 
-    def depth_weights(self, sources: Sources) -> Tensor:
-        """The weights `[k, ...]` of k sources, which sum to 1."""
+    def weights(self, sources: Sources) -> Weights:
+        """The weights of the depth attention, which sum to 1."""
         return _depth_weights(sources, self.query, self.key_weight, self.eps)
 
     def forward(self, sources: Sources) -> tuple[Tensor, Add]:
@@ -150,8 +151,8 @@ class DepthReadout(ResidualModule):
         self.query = nn.Parameter(torch.zeros(hidden_size))
         self.key_weight = nn.Parameter(torch.ones(hidden_size))
 
-    def depth_weights(self, sources: Sources) -> Tensor:
-        """The weights `[k, ...]` of k sources, which sum to 1."""
+    def weights(self, sources: Sources) -> Weights:
+        """The weights of the depth attention, which sum to 1."""
         return _depth_weights(sources, self.query, self.key_weight, self.eps)
 
     def forward(self, sources: Sources | Tensor) -> Tensor:
@@ -160,10 +161,12 @@ class DepthReadout(ResidualModule):
         return depth_attention(sources.values, self.query, self.key_weight, self.eps, self.kernels)
 
 
-def _depth_weights(sources: Sources, query: Tensor, key_weight: Tensor, eps: float) -> Tensor:
+def _depth_weights(sources: Sources, query: Tensor | None, key_weight: Tensor | None, eps: float) -> Weights:
+    if query is None:
+        return Weights(read=torch.ones(1))
     probe = query.float() * key_weight.float()
     logits = [(v.float() @ probe) * (v.float().square().mean(-1) + eps).rsqrt() for v in sources.values]
-    return torch.stack(logits).softmax(0)
+    return Weights(read=torch.stack(logits, dim=-1).softmax(-1))
 
 
 class DepthNormMap(DepthReadout):

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from resswap.errors import OptionError
 
+from .weights import Weights
+
 
 class ResidualModule(nn.Module):
     """A module that conversion adds. Its parameters follow the model's dtype, or keep their own.
@@ -33,6 +35,10 @@ class ResidualModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         return super()._apply(fn if self.param_dtype is None else partial(_keep_dtype, fn), recurse)
+
+    def weights(self, streams: Any) -> Weights:
+        """How the module weighs these streams, for `resswap.inspect`; a scheme tells as much as it has."""
+        return Weights()
 
 
 def _keep_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
@@ -249,6 +255,10 @@ class MeanReadout(ResidualModule):
 
     def forward(self, streams: Tensor) -> Tensor:
         return streams if streams.dim() == 3 else streams.mean(-2)
+
+    def weights(self, streams: Tensor) -> Weights:
+        n = streams.shape[-2]
+        return Weights(read=torch.full((n,), 1 / n))
 
 
 def rotating_weights(num_streams: int, index: int, peak: float) -> Tensor:

@@ -23,6 +23,7 @@ from .base import (
     option,
     register_scheme,
 )
+from .weights import Weights
 
 
 @register_scheme
@@ -85,10 +86,9 @@ class HCConnection(Connection):
         else:
             self.fn = self.scale = None
 
-    def mixing(self, streams: Tensor) -> Tensor:
-        """The mixing matrices `comb[..., j, k]` for streams `[..., n, hidden]`."""
-        comb = hc_coefficients(streams, self.fn, self.scale, self.base, self.tanh, self.eps)[2]
-        return comb.expand(*streams.shape[:-2], *comb.shape[-2:])
+    def weights(self, streams: Tensor) -> Weights:
+        """`pre`, `post` and `comb` for streams `[..., n, hidden]`."""
+        return Weights(*hc_coefficients(streams, self.fn, self.scale, self.base, self.tanh, self.eps))
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
         """Streams `[batch, seq, n, hidden]`."""

@@ -25,6 +25,7 @@ from .base import (
     register_scheme,
     rotating_weights,
 )
+from .weights import Weights
 
 
 @register_scheme
@@ -112,9 +113,9 @@ class MHCConnection(Connection):
             torch.cat([rotating_weights(n, index, config.pre_peak), torch.zeros(n), comb.flatten()])
         )
 
-    def mixing(self, streams: Tensor) -> Tensor:
-        """The mixing matrices `comb[..., j, k]` for streams `[..., n, hidden]`."""
-        return mhc_coefficients(streams, self.fn, self.scale, self.base, self.sinkhorn_iters, self.eps)[2]
+    def weights(self, streams: Tensor) -> Weights:
+        """`pre`, `post` and `comb` for streams `[..., n, hidden]`."""
+        return Weights(*mhc_coefficients(streams, self.fn, self.scale, self.base, self.sinkhorn_iters, self.eps))
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
         """Streams `[batch, seq, n, hidden]`: the branch reads `pre`; the add mixes by `comb` and writes by `post`."""
