@@ -10,23 +10,13 @@ from torch import Tensor, nn
 
 from resswap.ops import hc_coefficients, hc_read, write_streams
 
-from .base import (
-    Add,
-    Connection,
-    ExpandStreams,
-    MeanReadout,
-    Place,
-    ResidualModule,
-    SchemeConfig,
-    StreamMap,
-    option,
-    register_scheme,
-)
+from .base import Add, Connection, Place, option, register_scheme
+from .streams import StreamsAdd, StreamsConfig
 
 
 @register_scheme
 @dataclass(frozen=True)
-class HCConfig(SchemeConfig):
+class HCConfig(StreamsConfig):
     """Options of the scheme `hc`.
 
     Initialised as in section 2.3 of the paper: connection l reads stream l mod n, every stream gets the branch's
@@ -46,17 +36,8 @@ class HCConfig(SchemeConfig):
         1e-6, "Added to the mean square of a stream before its root.", "a number above 0", lambda e: e > 0
     )
 
-    def expand(self) -> ResidualModule:
-        return ExpandStreams(self.num_streams)
-
     def connection(self, place: Place) -> Connection:
         return HCConnection(place.index, place.hidden_size, self)
-
-    def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
-        return StreamMap()
-
-    def readout(self, hidden_size: int) -> ResidualModule:
-        return MeanReadout()
 
 
 class HCConnection(Connection):
@@ -90,4 +71,4 @@ class HCConnection(Connection):
     def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
         """Streams `[batch, seq, n, hidden]`."""
         x, streams, post, comb = hc_read(streams, self.fn, self.scale, self.base, self.tanh, self.eps)
-        return x, Add(streams, partial(write_streams, post=post, comb=comb))
+        return x, StreamsAdd(streams, partial(write_streams, post=post, comb=comb))

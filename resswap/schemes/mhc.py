@@ -11,24 +11,13 @@ from torch import Tensor, nn
 from resswap.errors import OptionError
 from resswap.ops import mhc_coefficients, mhc_read, write_streams
 
-from .base import (
-    Add,
-    Connection,
-    ExpandStreams,
-    MeanReadout,
-    Place,
-    ResidualModule,
-    SchemeConfig,
-    StreamMap,
-    option,
-    register_scheme,
-    rotating_weights,
-)
+from .base import Add, Connection, Place, option, register_scheme
+from .streams import StreamsAdd, StreamsConfig, rotating_weights
 
 
 @register_scheme
 @dataclass(frozen=True)
-class MHCConfig(SchemeConfig):
+class MHCConfig(StreamsConfig):
     """Options of the scheme `mhc`.
 
     Straight after conversion all streams are equal, `pre` sums to 1, `post` is 1 and `comb` is doubly stochastic, so
@@ -75,17 +64,8 @@ class MHCConfig(SchemeConfig):
                 "streams never part), up to 0.99."
             )
 
-    def expand(self) -> ResidualModule:
-        return ExpandStreams(self.num_streams)
-
     def connection(self, place: Place) -> Connection:
         return MHCConnection(place.index, place.hidden_size, self)
-
-    def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
-        return StreamMap()
-
-    def readout(self, hidden_size: int) -> ResidualModule:
-        return MeanReadout()
 
 
 class MHCConnection(Connection):
@@ -116,4 +96,4 @@ class MHCConnection(Connection):
     def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
         """Streams `[batch, seq, n, hidden]`: the branch reads `pre`; the add mixes by `comb` and writes by `post`."""
         x, streams, post, comb = mhc_read(streams, self.fn, self.scale, self.base, self.sinkhorn_iters, self.eps)
-        return x, Add(streams, partial(write_streams, post=post, comb=comb))
+        return x, StreamsAdd(streams, partial(write_streams, post=post, comb=comb))

@@ -1,0 +1,148 @@
+"""Delta attention residuals: the residual stream, and a gated depth attention beside it (arXiv 2605.18855)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from resswap.errors import OptionError
+from resswap.ops import delta_attention
+
+from .attnres import depth_weights
+from .base import Add, Connection, Place, ResidualModule, combined, option, register_scheme
+from .sources import Sources, SourcesConfig, begins_block, block_starts, key_norm_weight
+
+
+@register_scheme
+@dataclass(frozen=True)
+class DeltaAttnResConfig(SourcesConfig):
+    """Options of the scheme `delta_attnres`: a branch reads the stream plus a gated attention over earlier deltas.
+
+    A delta is what a sublayer added to the stream, or the sum over a block of sublayers. The stream is that of the
+    plain residual, and with the gate at 0 the model computes what it did. A norm on the residual path (post-norm
+    models) applies to the stream, and leaves the deltas as they are.
+    """
+
+    scheme: ClassVar[str] = "delta_attnres"
+
+    num_blocks: int = option(
+        0,
+        "How many blocks the connections are cut into, whose sums are the deltas; 0: each sublayer's output is one.",
+        "a whole number from 0",
+        lambda n: n >= 0,
+    )
+    block_starts: tuple = block_starts()
+    key_norm_weight: bool = key_norm_weight()
+    eps: float = option(
+        1e-6, "Added to the mean square of a delta before its root.", "a number above 0", lambda e: e > 0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_starts and self.num_blocks:
+            raise OptionError(f"delta_attnres: give num_blocks={self.num_blocks} or block_starts, not both.")
+
+    def connection(self, place: Place) -> Connection:
+        return DeltaConnection(place, self, has_attention=place.index > 0)
+
+    def plain_connection(self, place: Place) -> Connection:
+        return DeltaConnection(place, self, has_attention=False)
+
+    def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
+        return StreamNormMap() if is_norm else DeltaMap()
+
+    def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
+        return DeltaReadout(hidden_size, self)
+
+
+class _GatedAttention:
+    """`x = h + gate · Σ_i α_i v_i`, `α = softmax_i(query · RMSNorm(v_i))`, over sources (h, v_1, ..., v_k).
+
+    Attributes:
+        query: `[hidden]`; None: without attention, `x = h`.
+        key_weight: `[hidden]`, the weight of the keys' RMSNorm, or None.
+        gate: `[1]`.
+    """
+
+    def add_parameters(self, hidden_size: int, config: DeltaAttnResConfig, has_attention: bool) -> None:
+        """Make the parameters, or none."""
+        self.eps = config.eps
+        has_key_weight = has_attention and config.key_norm_weight
+        self.query = nn.Parameter(torch.zeros(hidden_size)) if has_attention else None
+        self.key_weight = nn.Parameter(torch.ones(hidden_size)) if has_key_weight else None
+        self.gate = nn.Parameter(torch.zeros(1)) if has_attention else None
+
+    def depth_weights(self, sources: Sources) -> Tensor:
+        """The weights `[k, ...]` of the k deltas, which sum to 1."""
+        return depth_weights(sources.values[1:], self.query, self.key_weight, self.eps)
+
+    def read(self, sources: Sources) -> Tensor:
+        """x, `[batch, seq, hidden]`. Where layers are skipped there may be no delta yet."""
+        stream, *deltas = sources.values
+        if self.query is None or not deltas:
+            return stream
+        return delta_attention(stream, deltas, self.query, self.key_weight, self.gate, self.eps)
+
+
+class DeltaConnection(_GatedAttention, Connection):
+    """The branch reads the stream and a gated attention over the deltas; its output goes to the stream and is a delta.
+
+    Before the first sublayer there is no delta: the first connection has no parameters.
+
+    Attributes:
+        new_delta: whether the output is a delta of its own or goes into the last one.
+    """
+
+    def __init__(self, place: Place, config: DeltaAttnResConfig, has_attention: bool) -> None:
+        super().__init__(place.index)
+        by_blocks = config.num_blocks or config.block_starts
+        self.new_delta = not by_blocks or begins_block(place, config.num_blocks, config.block_starts)
+        self.add_parameters(place.hidden_size, config, has_attention)
+
+    def forward(self, sources: Sources) -> tuple[Tensor, Add]:
+        return self.read(sources), Add(sources, _add_delta if self.new_delta else _add_to_delta)
+
+    def extra_repr(self) -> str:
+        return f"new_delta={self.new_delta}"
+
+
+class DeltaReadout(_GatedAttention, ResidualModule):
+    """The stream with one more gated attention over all deltas; hidden states go through as they are."""
+
+    def __init__(self, hidden_size: int, config: DeltaAttnResConfig) -> None:
+        super().__init__()
+        self.add_parameters(hidden_size, config, has_attention=True)
+
+    def forward(self, sources: Sources | Tensor) -> Tensor:
+        return sources if isinstance(sources, Tensor) else self.read(sources)
+
+
+class DeltaMap(ResidualModule):
+    """A scale, cast or reshape on the residual path: it applies to the stream and to each delta."""
+
+    def forward(self, sources: Sources, function: Callable[[Tensor], Tensor] | None = None) -> Sources | Tensor:
+        return sources.values[0] if function is None else sources.map(function)
+
+
+class StreamNormMap(ResidualModule):
+    """A norm on the residual path: it applies to the stream."""
+
+    def forward(self, sources: Sources, function: Callable[[Tensor], Tensor] | None = None) -> Sources | Tensor:
+        stream, *deltas = sources.values
+        if function is None:
+            return stream
+        return combined([function(stream)], lambda values: Sources((*values, *deltas)))
+
+
+def _add_delta(sources: Sources, y: Tensor) -> Sources:
+    stream, *deltas = sources.values
+    y = y.to(stream.dtype)
+    return Sources((stream + y, *deltas, y))
+
+
+def _add_to_delta(sources: Sources, y: Tensor) -> Sources:
+    stream, *deltas = sources.values
+    y = y.to(stream.dtype)
+    return Sources((stream + y, *deltas[:-1], *(delta + y for delta in deltas[-1:])) if deltas else (stream + y, y))

@@ -1,0 +1,102 @@
+"""n residual streams `[batch, seq, n, hidden]`: what the schemes that keep them have in common."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Add, Connection, Place, ResidualModule, SchemeConfig, combined
+
+
+class StreamsConfig(SchemeConfig):
+    """Base of the schemes whose connections read and write n streams; a subclass has an option `num_streams`.
+
+    Before the first layer the streams are n copies of the hidden states, and their mean is the read-out.
+    """
+
+    num_streams: int
+
+    def plain_connection(self, place: Place) -> Connection:
+        return PlainStreamsConnection(place.index)
+
+    def expand(self, hidden_size: int) -> ResidualModule:
+        return ExpandStreams(self.num_streams)
+
+    def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
+        return StreamMap()
+
+    def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
+        return MeanReadout()
+
+
+class StreamsAdd(Add):
+    """How a branch is added to a tensor of n streams `[batch, seq, n, hidden]`."""
+
+    def through(self, function: Callable[[Tensor], Tensor]) -> "StreamsAdd":
+        return StreamsAdd(map_streams(function, self.streams), self.write)
+
+
+def map_streams(function: Callable[[Tensor], Tensor], streams: Tensor) -> Any:
+    """Apply a function of hidden states `[batch, seq, hidden]` to each of the streams `[batch, seq, n, hidden]`."""
+    return combined([function(stream) for stream in streams.unbind(-2)], lambda parts: torch.stack(parts, dim=-2))
+
+
+class PlainStreamsConnection(Connection):
+    """The plain residual on n streams: the branch reads their mean, and its output is added to each of them.
+
+    So the mean of the streams is the hidden state of a plain model, and what sets them apart passes by.
+    """
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
+        return streams.mean(-2), StreamsAdd(streams, _add_to_each)
+
+
+def _add_to_each(streams: Tensor, y: Tensor) -> Tensor:
+    return streams + y.unsqueeze(-2).to(streams.dtype)
+
+
+class ExpandStreams(ResidualModule):
+    """Hidden states `[batch, seq, hidden]` → n equal streams `[batch, seq, n, hidden]`."""
+
+    def __init__(self, num_streams: int) -> None:
+        super().__init__()
+        self.num_streams = num_streams
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        shape = (*hidden_states.shape[:-1], self.num_streams, hidden_states.shape[-1])
+        return hidden_states.unsqueeze(-2).expand(shape).contiguous()
+
+    def extra_repr(self) -> str:
+        return f"num_streams={self.num_streams}"
+
+
+class StreamMap(ResidualModule):
+    """Applies a function of hidden states to each of the streams `[batch, seq, n, hidden]`."""
+
+    def forward(self, streams: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        return streams.mean(-2) if function is None else map_streams(function, streams)
+
+
+class MeanReadout(ResidualModule):
+    """Streams `[batch, seq, n, hidden]` → their mean `[batch, seq, hidden]`; hidden states go through as they are."""
+
+    def forward(self, streams: Tensor) -> Tensor:
+        return streams if streams.dim() == 3 else streams.mean(-2)
+
+
+def rotating_weights(num_streams: int, index: int, peak: float) -> Tensor:
+    """Logits, float64 `[n]`, whose sigmoids sum to 1 and peak near `peak` at stream `index % n`.
+
+    With equal weights all streams would get equal gradients and never part; these rotate with depth instead. The sum
+    is 1 to rounding in float32 and float64, and to 1e-4 after a cast to bfloat16: of the bfloat16 numbers near
+    `logit(peak)`, the one is taken for which the other logit comes nearest to a bfloat16 number.
+    """
+    target = torch.tensor(peak, dtype=torch.float64).logit()
+    near = (target + torch.linspace(-0.15, 0.15, 257, dtype=torch.float64)).bfloat16().double()
+    rest = ((1 - near.sigmoid()) / (num_streams - 1)).logit()
+    off = (near.sigmoid() + (num_streams - 1) * rest.bfloat16().double().sigmoid() - 1).abs()
+    best = off.argmin()
+    logits = rest[best].repeat(num_streams)
+    logits[index % num_streams] = near[best]
+    return logits
