@@ -1,7 +1,7 @@
 """Convert a model's residual connections, and revert them: all or nothing."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,21 +18,29 @@ from resswap.configuration import (
     describe,
     described_dtype,
     described_scheme,
+    described_selection,
     family_config_class,
     is_parameter_dtype,
     residual_config_class,
 )
-from resswap.errors import OptionError, UnsupportedModelError
+from resswap.errors import CheckpointError, OptionError, UnsupportedModelError
 from resswap.planning import Change, plan_conversion
 from resswap.preconditions import check_convertible, drop_dequantized_flag
 from resswap.publishing import hub_id, published_class, unpublished_class
 from resswap.schemes import Connection, ResidualModule, SchemeConfig, scheme_config
+from resswap.selection import Selection, select
 
 logger = logging.get_logger(__name__)
 
 
 def convert(
-    model: PreTrainedModel, scheme: str = "mhc", *, param_dtype: torch.dtype | None = None, **options: Any
+    model: PreTrainedModel,
+    scheme: str = "mhc",
+    *,
+    param_dtype: torch.dtype | None = None,
+    layers: Iterable[int] | slice | None = None,
+    sites: str = "all",
+    **options: Any,
 ) -> PreTrainedModel:
     """Replace each residual add of a decoder by a connection, in place.
 
@@ -46,25 +54,39 @@ def convert(
         param_dtype: dtype of the new parameters, which they keep whatever the model is cast to or loaded in. If not
             given, they take that of the layer's own parameters, and follow it. The arithmetic of the coefficients is
             float32 (float64 for a float64 model) in any case.
+        layers: which layers to convert, as indices (negative ones from the end) or as a slice. The adds of the others
+            remain plain residuals, on the scheme's streams: they read the mean of streams or the sum of sources, and
+            add to each stream or to the list of sources. By default all.
+        sites: "attention" converts the adds of attention and of whatever else mixes tokens, "mlp" those of all other
+            sublayers; where both are parallel, there is one add for either. By default "all".
         options: the scheme's options, fields of the dataclass in `resswap.available_schemes()`.
 
     Returns:
         The same model.
 
     Raises:
-        OptionError: no such scheme or option, or a value that is not allowed.
+        OptionError: no such scheme, option, layer or site, or a value that is not allowed.
         UnsupportedModelError: the model cannot be converted; it is left exactly as it was.
     """
     config = scheme_config(scheme, options)
     if param_dtype is not None and not is_parameter_dtype(param_dtype):
         raise OptionError(f"param_dtype={param_dtype!r}; allowed: torch.float32, torch.bfloat16 and such.")
     check_convertible(model)
+    num_layers = 0 if layers is None else len(list(surgery.find_stack(model).layers()))
+    selection = select(layers, sites, num_layers)
+    if not config.preserves_function and model.name_or_path:
+        logger.warning(
+            f"The scheme {scheme!r} does not preserve what a model computes: {model.name_or_path} was pretrained, and "
+            "its weights are of no use after this conversion. It is meant for training from scratch."
+        )
     family = type(model.config)
     register_auto_classes(family, complete)
-    _install(model, config, param_dtype)
+    _install(model, config, param_dtype, selection)
     _give_own_config(model)
     model.config.__class__ = residual_config_class(family)
-    model.config.residual = describe(config, family.model_type, hub_id(model.config.name_or_path), param_dtype)
+    model.config.residual = describe(
+        config, family.model_type, hub_id(model.config.name_or_path), param_dtype, selection
+    )
     drop_dequantized_flag(model)
     _make_publishable(model, config)
     return model
@@ -85,7 +107,7 @@ def complete(model: PreTrainedModel) -> None:
     if connections(model):
         return
     config = described_scheme(model.config.residual)
-    _install(model, config, described_dtype(model.config.residual))
+    _install_described(model, model.config.residual)
     _make_publishable(model, config)
 
 
@@ -169,8 +191,19 @@ def _check_is_module(model: object) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} is not a model.")
 
 
-def _install(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None) -> None:
-    changes = plan_conversion(model, config, param_dtype)
+def _install_described(model: PreTrainedModel, residual: dict[str, Any]) -> None:
+    """Install what a `config.residual` describes."""
+    config, selection = described_scheme(residual), described_selection(residual)
+    try:
+        _install(model, config, described_dtype(residual), selection)
+    except OptionError as error:
+        raise CheckpointError(f"config.json: residual does not fit the model: {error}") from error
+
+
+def _install(
+    model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None, selection: Selection
+) -> None:
+    changes = plan_conversion(model, config, param_dtype, selection)
     with _undone_on_error(changes):
         for change in changes:
             for name, child in change.children.items():
@@ -206,7 +239,7 @@ def _check_untrained(model: PreTrainedModel) -> None:
     residual = model.config.residual
     untouched = copy.deepcopy(model)
     revert(untouched, discard_trained=True)
-    _install(untouched, described_scheme(residual), described_dtype(residual))
+    _install_described(untouched, residual)
     fresh = dict(untouched.named_modules())
     for name, module in model.named_modules():
         if isinstance(module, ResidualModule):

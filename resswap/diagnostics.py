@@ -91,10 +91,11 @@ class Probe:
                 place["spread"] = (wide - wide.mean(-2, keepdim=True)).norm() / wide.norm().clamp_min(1e-30)
             if hasattr(module, "mixing"):
                 place["mixing"] = module.mixing(streams).float()
-            if hasattr(module, "depth_weights") and len(tensors) > 1:
-                weights = module.depth_weights(streams).float()
+            weights = module.depth_weights(streams) if hasattr(module, "depth_weights") else None
+            if weights is not None and len(weights) > 1:
+                weights = weights.float()
                 entropy = -(weights * weights.clamp_min(1e-30).log()).sum(0).mean()
-                place["entropy"] = entropy / math.log(len(tensors))
+                place["entropy"] = entropy / math.log(len(weights))
             self._seen[index] = place
 
         return read

@@ -1,5 +1,6 @@
 """Plan a conversion: what changes in a model, before anything is changed."""
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +9,15 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from resswap import surgery
-from resswap.errors import UnsupportedModelError
+from resswap.errors import OptionError, UnsupportedModelError
 from resswap.installation import Slot, modules_of_layers, modules_of_owner
 from resswap.schemes import SchemeConfig
+from resswap.selection import Selection
+
+# What an "attribute Class" that a branch calls is.
+_AUXILIARY = re.compile(r"^\S*(norm|drop|act\b|scale|sconv)|^ln|Parameter$", re.IGNORECASE)
+_FEEDS_FORWARD = re.compile(r"mlp|feed_?forward|ffn|fc\d|moe\b", re.IGNORECASE)
+_MIXES_TOKENS = re.compile(r"att|mix(?!tral)|mamba|ssm|conv|recurr|lstm|delta", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -22,10 +29,13 @@ class Change:
     children: dict[str, nn.Module]
 
 
-def plan_conversion(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None) -> list[Change]:
+def plan_conversion(
+    model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None, selection: Selection
+) -> list[Change]:
     """Every change that converts a model, without making any.
 
     Raises:
+        OptionError: the selection leaves no add to be swapped.
         UnsupportedModelError: the model cannot be converted.
     """
     stack = surgery.find_stack(model)
@@ -39,7 +49,13 @@ def plan_conversion(model: PreTrainedModel, config: SchemeConfig, param_dtype: t
     if len(set(modules)) < len(modules):
         raise UnsupportedModelError(f"{type(stack.owner).__name__} runs one layer more than once: not supported.")
     hidden_size = model.config.get_text_config(decoder=True).hidden_size
-    slots = [[Slot(site.name, site.kind, site.begins) for site in rewrite.sites] for rewrite in rewrites]
+    slots = [
+        [Slot(site.name, site.kind, site.begins, _swapped(selection, index, layer, site)) for site in rewrite.sites]
+        for index, (layer, rewrite) in enumerate(zip(layers, rewrites, strict=True))
+    ]
+    if not any(slot.kind == "connection" and slot.swapped for of_layer in slots for slot in of_layer):
+        where = "the model" if selection.layers is None else f"layers {list(selection.layers)} of {len(layers)}"
+        raise OptionError(f"sites={selection.sites!r}: {where} has no such residual add; nothing would be swapped.")
     made = modules_of_layers(config, hidden_size, layers, slots, param_dtype)
     ends = modules_of_owner(config, hidden_size, layers, stack.maps, param_dtype)
     taken = [name for name in ends if hasattr(stack.owner, name)]
@@ -59,6 +75,33 @@ def plan_conversion(model: PreTrainedModel, config: SchemeConfig, param_dtype: t
         new_class = surgery.rewritten_class(type(module), methods, decorator)
         changes.append(Change(module, new_class, ends if module is stack.owner else {}))
     return changes
+
+
+def _swapped(selection: Selection, index: int, layer: nn.Module, site: surgery.Site) -> bool:
+    """Whether a site of the layer with this index is swapped."""
+    if selection.sites == "all" or site.kind != "connection":
+        return selection.includes(index, ())
+    sublayers = _sublayers(layer, site)
+    if not sublayers:
+        raise UnsupportedModelError(
+            f"sites={selection.sites!r}: of an add in {type(site.module).__qualname__}.forward it cannot be told "
+            "which sublayer it serves. Choose by layers= alone."
+        )
+    return selection.includes(index, sublayers)
+
+
+def _sublayers(layer: nn.Module, site: surgery.Site) -> set[str]:
+    """Which of "attention" and "mlp" are added at a site: parallel ones are added at once.
+
+    Attributes and classes tell, as in `self.mlp`, an instance of LlamaMLP.
+    """
+    path = next(name for name, module in layer.named_modules() if module is site.module)
+    if _MIXES_TOKENS.search(path):
+        return {"attention"}
+    names = [f"{name} {type(getattr(site.module, name, None)).__name__}" for name in site.calls]
+    names = [name for name in names if not _AUXILIARY.search(name)]
+    names += [path] if path and not names else []
+    return {"mlp" if _FEEDS_FORWARD.search(name) or not _MIXES_TOKENS.search(name) else "attention" for name in names}
 
 
 def _rewrite_layers(model: PreTrainedModel, stack: surgery.Stack, named: bool) -> list[surgery.Rewrite]:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from resswap.configuration import described_scheme
+from resswap.configuration import described_dtype, described_scheme
 from resswap.conversion import convert, revert
 from resswap.errors import CheckpointError, OptionError, UnsupportedModelError
 from resswap.schemes import ResidualModule
@@ -181,8 +180,8 @@ def convert_as(model: PreTrainedModel, residual: Any) -> None:
         UnsupportedModelError: the model cannot be converted.
     """
     scheme = described_scheme(residual).scheme
-    dtype = residual.get("param_dtype")
-    convert(model, scheme, param_dtype=None if dtype is None else getattr(torch, dtype), **residual["options"])
+    selection = {name: residual[name] for name in ("layers", "sites") if name in residual}
+    convert(model, scheme, param_dtype=described_dtype(residual), **selection, **residual["options"])
 
 
 def _check_has_no_adapters(model: nn.Module, remedy: str) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import CONFIGS, FAMILIES, EXACT, input_ids, logits, tiny
+from tiny import CONFIGS, EXACT, FAMILIES, input_ids, logits, tiny
 
 import resswap
 

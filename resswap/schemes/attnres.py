@@ -110,8 +110,8 @@ class DepthConnection(Connection):
         self.query = None if place.begins else nn.Parameter(torch.zeros(place.hidden_size))
         self.key_weight = nn.Parameter(torch.ones(place.hidden_size)) if has_key_weight else None
 
-    def depth_weights(self, sources: Sources) -> Tensor:
-        """The weights `[k, ...]` of k sources, which sum to 1."""
+    def depth_weights(self, sources: Sources) -> Tensor | None:
+        """The weights `[k, ...]` of k sources, which sum to 1; None where the sources begin."""
         return depth_weights(sources.values, self.query, self.key_weight, self.eps)
 
     def forward(self, sources: Sources) -> tuple[Tensor, Add]:
@@ -134,8 +134,8 @@ class DepthReadout(ResidualModule):
         self.query = nn.Parameter(torch.zeros(hidden_size))
         self.key_weight = nn.Parameter(torch.ones(hidden_size)) if config.key_norm_weight else None
 
-    def depth_weights(self, sources: Sources) -> Tensor:
-        """The weights `[k, ...]` of k sources, which sum to 1."""
+    def depth_weights(self, sources: Sources) -> Tensor | None:
+        """The weights `[k, ...]` of k sources, which sum to 1; None where the sources begin."""
         return depth_weights(sources.values, self.query, self.key_weight, self.eps)
 
     def forward(self, sources: Sources | Tensor) -> Tensor:
@@ -144,8 +144,12 @@ class DepthReadout(ResidualModule):
         return depth_attention(sources.values, self.query, self.key_weight, self.eps)
 
 
-def depth_weights(values: tuple[Tensor, ...], query: Tensor, key_weight: Tensor | None, eps: float) -> Tensor:
-    """The softmax over depth `[k, ...]`, in float32."""
+def depth_weights(
+    values: tuple[Tensor, ...], query: Tensor | None, key_weight: Tensor | None, eps: float
+) -> Tensor | None:
+    """The softmax over depth `[k, ...]`, in float32; None where there is nothing to attend to, or with."""
+    if query is None or not values:
+        return None
     probe = query.float() if key_weight is None else query.float() * key_weight.float()
     logits = [(v.float() @ probe) * (v.float().square().mean(-1) + eps).rsqrt() for v in values]
     return torch.stack(logits).softmax(0)

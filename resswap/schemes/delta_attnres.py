@@ -1,14 +1,14 @@
 """Delta attention residuals: the residual stream, and a gated depth attention beside it (arXiv 2605.18855)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from resswap.errors import OptionError
-from resswap.ops import delta_attention
+from resswap.ops import delta_attention, depth_sum
 
 from .attnres import depth_weights
 from .base import Add, Connection, Place, ResidualModule, combined, option, register_scheme
@@ -45,10 +45,10 @@ class DeltaAttnResConfig(SourcesConfig):
             raise OptionError(f"delta_attnres: give num_blocks={self.num_blocks} or block_starts, not both.")
 
     def connection(self, place: Place) -> Connection:
-        return DeltaConnection(place, self, has_attention=place.index > 0)
+        return DeltaConnection(place, self, self.num_deltas(place))
 
     def plain_connection(self, place: Place) -> Connection:
-        return DeltaConnection(place, self, has_attention=False)
+        return DeltaConnection(place, self, 0)
 
     def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
         return StreamNormMap() if is_norm else DeltaMap()
@@ -56,50 +56,61 @@ class DeltaAttnResConfig(SourcesConfig):
     def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
         return DeltaReadout(hidden_size, self)
 
+    def opens_delta(self, place: Place) -> bool:
+        """Whether the output of the branch at `place` is a delta of its own or goes into the last one."""
+        by_blocks = self.num_blocks or self.block_starts
+        return not by_blocks or begins_block(place, self.num_blocks, self.block_starts)
+
+    def num_deltas(self, place: Place) -> int:
+        """How many deltas there are at `place`."""
+        return sum(self.opens_delta(replace(place, index=index)) for index in range(place.index))
+
 
 class _GatedAttention:
     """`x = h + gate · Σ_i α_i v_i`, `α = softmax_i(query · RMSNorm(v_i))`, over sources (h, v_1, ..., v_k).
 
     Attributes:
-        query: `[hidden]`; None: without attention, `x = h`.
+        query: `[hidden]`; None where there is one delta at most.
         key_weight: `[hidden]`, the weight of the keys' RMSNorm, or None.
-        gate: `[1]`.
+        gate: `[1]`; None: `x = h`.
     """
 
-    def add_parameters(self, hidden_size: int, config: DeltaAttnResConfig, has_attention: bool) -> None:
-        """Make the parameters, or none."""
+    def add_parameters(self, hidden_size: int, config: DeltaAttnResConfig, num_deltas: int) -> None:
+        """Make the parameters that can make a difference."""
         self.eps = config.eps
-        has_key_weight = has_attention and config.key_norm_weight
-        self.query = nn.Parameter(torch.zeros(hidden_size)) if has_attention else None
-        self.key_weight = nn.Parameter(torch.ones(hidden_size)) if has_key_weight else None
-        self.gate = nn.Parameter(torch.zeros(1)) if has_attention else None
+        chooses = num_deltas > 1
+        self.query = nn.Parameter(torch.zeros(hidden_size)) if chooses else None
+        self.key_weight = nn.Parameter(torch.ones(hidden_size)) if chooses and config.key_norm_weight else None
+        self.gate = nn.Parameter(torch.zeros(1)) if num_deltas else None
 
-    def depth_weights(self, sources: Sources) -> Tensor:
-        """The weights `[k, ...]` of the k deltas, which sum to 1."""
+    def depth_weights(self, sources: Sources) -> Tensor | None:
+        """The weights `[k, ...]` of the k deltas, which sum to 1; None without attention or deltas."""
         return depth_weights(sources.values[1:], self.query, self.key_weight, self.eps)
 
     def read(self, sources: Sources) -> Tensor:
         """x, `[batch, seq, hidden]`. Where layers are skipped there may be no delta yet."""
         stream, *deltas = sources.values
-        if self.query is None or not deltas:
+        if self.gate is None or not deltas:
             return stream
+        if self.query is None:
+            return depth_sum((*deltas, stream), torch.cat([self.gate, torch.ones_like(self.gate)]))
         return delta_attention(stream, deltas, self.query, self.key_weight, self.gate, self.eps)
 
 
 class DeltaConnection(_GatedAttention, Connection):
     """The branch reads the stream and a gated attention over the deltas; its output goes to the stream and is a delta.
 
-    Before the first sublayer there is no delta: the first connection has no parameters.
+    Before the first sublayer there is no delta, and then just one: the first connection has no parameters, and the
+    next ones a gate only.
 
     Attributes:
         new_delta: whether the output is a delta of its own or goes into the last one.
     """
 
-    def __init__(self, place: Place, config: DeltaAttnResConfig, has_attention: bool) -> None:
+    def __init__(self, place: Place, config: DeltaAttnResConfig, num_deltas: int) -> None:
         super().__init__(place.index)
-        by_blocks = config.num_blocks or config.block_starts
-        self.new_delta = not by_blocks or begins_block(place, config.num_blocks, config.block_starts)
-        self.add_parameters(place.hidden_size, config, has_attention)
+        self.new_delta = config.opens_delta(place)
+        self.add_parameters(place.hidden_size, config, num_deltas)
 
     def forward(self, sources: Sources) -> tuple[Tensor, Add]:
         return self.read(sources), Add(sources, _add_delta if self.new_delta else _add_to_delta)
@@ -113,7 +124,7 @@ class DeltaReadout(_GatedAttention, ResidualModule):
 
     def __init__(self, hidden_size: int, config: DeltaAttnResConfig) -> None:
         super().__init__()
-        self.add_parameters(hidden_size, config, has_attention=True)
+        self.add_parameters(hidden_size, config, num_deltas=1 if config.num_blocks == 1 else 2)  # one, or several
 
     def forward(self, sources: Sources | Tensor) -> Tensor:
         return sources if isinstance(sources, Tensor) else self.read(sources)

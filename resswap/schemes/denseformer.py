@@ -19,7 +19,8 @@ class DenseFormerConfig(SourcesConfig):
     """Options of the scheme `denseformer`.
 
     `Y_i = Σ_j α_ij X_j` (equation 2): X_0 is the embedding and X_i what layer i makes of Y_{i-1} by its own plain
-    residuals; α_i is static, one number for each j. At conversion α_ii is 1 and the others are 0.
+    residuals; α_i is static, one number for each j. At conversion α_ii is 1 and the others are 0. An average stands at
+    the first add of the next layer: where `layers` or `sites` leaves that out, there is none.
     """
 
     scheme: ClassVar[str] = "denseformer"
