@@ -9,13 +9,15 @@ from tiny import tiny
 from transformers import AutoModelForCausalLM
 
 import resswap
+from resswap.schemes import base
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 @pytest.fixture
 def pretrained(tmp_path, monkeypatch):
-    """A folder that from_pretrained finds under the name of the model on the Hub."""
+    """A folder that from_pretrained finds under the name of the model on the Hub; schemes that it registers go again."""
+    monkeypatch.setattr(base, "_SCHEMES", dict(base._SCHEMES))
     tiny("llama", vocab_size=256).save_pretrained(tmp_path / "HuggingFaceTB/SmolLM2-135M")
     monkeypatch.chdir(tmp_path)
 

@@ -10,6 +10,7 @@ from .delta_attention import delta_attention, delta_attention_reference
 from .depth_attention import depth_attention, depth_attention_reference
 from .depth_sum import depth_sum, depth_sum_reference
 from .permutations import mhc_lite_coefficients, mhc_lite_read, mhc_lite_read_reference
+from .readout import readout_streams, readout_streams_reference
 from .sinkhorn import sinkhorn, sinkhorn_reference
 from .stream_formulas import (
     hc_coefficients,
@@ -39,6 +40,8 @@ __all__ = [
     "mhc_read_reference",
     "read_streams",
     "read_streams_reference",
+    "readout_streams",
+    "readout_streams_reference",
     "sinkhorn",
     "sinkhorn_reference",
     "write_streams",

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from resswap.errors import OptionError
 from resswap.ops import mhc_coefficients, mhc_read, write_streams
 
-from .base import Add, Connection, Place, option, register_scheme
-from .streams import StreamsAdd, StreamsConfig, rotating_weights
+from .base import Add, Connection, Place, ResidualModule, option, register_scheme
+from .streams import ExpandStreams, LearnedReadout, MeanReadout, StreamsAdd, StreamsConfig, rotating_weights
 
 
 @register_scheme
@@ -40,9 +40,27 @@ class MHCConfig(StreamsConfig):
     )
     pre_peak: float = option(
         0.7,
-        "Weight at conversion with which connection l reads stream l mod num_streams; the others share the rest.",
+        "Weight at conversion with which a connection reads one stream, see pre_pattern; the others share the rest.",
         "greater than 1/num_streams, up to 0.99",
         lambda p: p <= 0.99,
+    )
+    pre_pattern: str = option(
+        "connections",
+        "Which stream a connection reads most at conversion: another one for each connection, for each layer, or "
+        "always the first (then the others never part from each other).",
+        "'connections', 'layers' or 'first'",
+        lambda pattern: pattern in ("connections", "layers", "first"),
+    )
+    learned_readout: bool = option(
+        False,
+        "Read the streams out after the last layer by learned weights that depend on the token (as DeepSeek-V4 does), "
+        "instead of by their mean.",
+        "True or False",
+    )
+    expansion_scale: bool = option(
+        False,
+        "Give each stream a learned scale before the first layer, a remedy for streams that stay alike.",
+        "True or False",
     )
     scale_init: float = option(
         0.01,
@@ -65,7 +83,15 @@ class MHCConfig(StreamsConfig):
             )
 
     def connection(self, place: Place) -> Connection:
-        return MHCConnection(place.index, place.hidden_size, self)
+        return MHCConnection(place, self)
+
+    def expand(self, hidden_size: int) -> ResidualModule:
+        return ExpandStreams(self.num_streams, self.expansion_scale)
+
+    def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
+        if self.learned_readout:
+            return LearnedReadout(self.num_streams, hidden_size, self.scale_init, self.eps)
+        return MeanReadout()
 
 
 class MHCConnection(Connection):
@@ -77,17 +103,17 @@ class MHCConnection(Connection):
         base: `[(2 + n) * n]`, in the order of `fn`'s rows.
     """
 
-    def __init__(self, index: int, hidden_size: int, config: MHCConfig) -> None:
-        super().__init__(index)
+    def __init__(self, place: Place, config: MHCConfig) -> None:
+        super().__init__(place.index)
         n = config.num_streams
         self.sinkhorn_iters, self.eps = config.sinkhorn_iters, config.eps
         other = (1 - config.comb_diagonal) / (n - 1)
         comb = torch.eye(n) * math.log(config.comb_diagonal / other)
-        self.fn = nn.Parameter(torch.zeros((2 + n) * n, n * hidden_size))
+        self.fn = nn.Parameter(torch.zeros((2 + n) * n, n * place.hidden_size))
         self.scale = nn.Parameter(torch.full((3,), config.scale_init))
-        self.base = nn.Parameter(
-            torch.cat([rotating_weights(n, index, config.pre_peak), torch.zeros(n), comb.flatten()])
-        )
+        most_read = {"connections": place.index, "layers": place.layer, "first": 0}[config.pre_pattern]
+        pre = rotating_weights(n, most_read, config.pre_peak)
+        self.base = nn.Parameter(torch.cat([pre, torch.zeros(n), comb.flatten()]))
 
     def mixing(self, streams: Tensor) -> Tensor:
         """The mixing matrices `comb[..., j, k]` for streams `[..., n, hidden]`."""

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from resswap.ops import readout_streams
 
 from .base import Add, Connection, Place, ResidualModule, SchemeConfig, combined
 
@@ -57,15 +59,22 @@ def _add_to_each(streams: Tensor, y: Tensor) -> Tensor:
 
 
 class ExpandStreams(ResidualModule):
-    """Hidden states `[batch, seq, hidden]` → n equal streams `[batch, seq, n, hidden]`."""
+    """Hidden states `[batch, seq, hidden]` → n streams `[batch, seq, n, hidden]`, each times a scale of its own.
 
-    def __init__(self, num_streams: int) -> None:
+    Attributes:
+        scale: `[n]`, or None: the streams are equal.
+    """
+
+    def __init__(self, num_streams: int, has_scale: bool = False) -> None:
         super().__init__()
         self.num_streams = num_streams
+        self.scale = nn.Parameter(torch.ones(num_streams)) if has_scale else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        shape = (*hidden_states.shape[:-1], self.num_streams, hidden_states.shape[-1])
-        return hidden_states.unsqueeze(-2).expand(shape).contiguous()
+        stream = hidden_states.unsqueeze(-2)
+        if self.scale is not None:
+            return stream * self.scale[:, None].to(stream.dtype)
+        return stream.expand(*stream.shape[:-2], self.num_streams, stream.shape[-1]).contiguous()
 
     def extra_repr(self) -> str:
         return f"num_streams={self.num_streams}"
@@ -83,6 +92,31 @@ class MeanReadout(ResidualModule):
 
     def forward(self, streams: Tensor) -> Tensor:
         return streams if streams.dim() == 3 else streams.mean(-2)
+
+
+class LearnedReadout(ResidualModule):
+    """Streams `[batch, seq, n, hidden]` → `Σ_j pre_j X_j`, with `pre` as that of an mHC connection.
+
+    The formula of transformers' `DeepseekV4HyperHead` (there with the prefix `hc_`). At conversion the weights are
+    nearly 1/n, and sum to 1. Hidden states go through as they are.
+
+    Attributes:
+        fn: `[n, n * hidden]`.
+        scale: `[1]`, the gate of the part that depends on the token.
+        base: `[n]`.
+    """
+
+    def __init__(self, num_streams: int, hidden_size: int, scale: float, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.fn = nn.Parameter(torch.zeros(num_streams, num_streams * hidden_size))
+        self.scale = nn.Parameter(torch.full((1,), scale))
+        self.base = nn.Parameter(rotating_weights(num_streams, 0, 1 / num_streams))
+
+    def forward(self, streams: Tensor) -> Tensor:
+        if streams.dim() == 3:
+            return streams
+        return readout_streams(streams, self.fn, self.scale, self.base, self.eps)
 
 
 def rotating_weights(num_streams: int, index: int, peak: float) -> Tensor:
