@@ -12,7 +12,7 @@ from resswap import surgery
 from resswap.errors import OptionError, UnsupportedModelError
 from resswap.installation import Slot, modules_of_layers, modules_of_owner
 from resswap.schemes import SchemeConfig
-from resswap.selection import Selection
+from resswap.selection import Selection, select
 
 # What an "attribute Class" that a branch calls is.
 _AUXILIARY = re.compile(r"^\S*(norm|drop|act\b|scale|sconv)|^ln|Parameter$", re.IGNORECASE)
@@ -35,11 +35,12 @@ def plan_conversion(
     """Every change that converts a model, without making any.
 
     Raises:
-        OptionError: the selection leaves no add to be swapped.
+        OptionError: the selection names a layer that is not there, or leaves no add to be swapped.
         UnsupportedModelError: the model cannot be converted.
     """
     stack = surgery.find_stack(model)
     layers = [layer for _, layer in stack.layers()]
+    select(selection.layers, selection.sites, len(layers))  # what a config.json describes may not be there
     rewrites = _rewrite_layers(model, stack, named=True)
     if not _names_survive(model, rewrites):
         rewrites = _rewrite_layers(model, stack, named=False)

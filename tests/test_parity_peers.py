@@ -33,7 +33,7 @@ def randomised(module):
 
 @pytest.mark.parametrize("tanh", [True, False])
 def test_hyper_connections_hc(tanh):
-    """It differs from arXiv 2409.19606 in its norm, an RMSNorm instead of a LayerNorm; `A_m` and `A_r` share a gate."""
+    """It differs from arXiv 2409.19606 in its norm, RMSNorm instead of LayerNorm; `A_m` and `A_r` share a gate."""
     peer = pytest.importorskip("hyper_connections.hyper_connections")
     theirs = randomised(peer.HyperConnections(N, dim=WIDTH, layer_index=1, tanh=tanh))
     ours = connection("hc", tanh=tanh)
