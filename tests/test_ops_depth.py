@@ -155,8 +155,7 @@ def test_dtypes_are_kept_and_rounded_once(name, dtype, autocast):
     assert all(tensor.grad is None or tensor.grad.dtype == dtype for tensor in args)
 
 
-@EACH
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in CASES), ("delta", True), ("lite", True)])
 def test_extreme_logits_and_gradients(name, compiled):
     """Logits up to ±50 and upstream gradients of 1e4 in float32, in eager and by inductor, against float64."""
     args = tensors(name, torch.float32, grad=False)
@@ -177,9 +176,7 @@ def test_extreme_logits_and_gradients(name, compiled):
         torch.testing.assert_close(out.double(), reference, rtol=1e-5, atol=1e-5)
     for grad, reference in zip(grads, expected_grads, strict=True):
         assert grad.isfinite().all()
-        torch.testing.assert_close(
-            grad.double(), reference, rtol=1e-4, atol=1e-5 * reference.abs().max().item() + 1e-3
-        )
+        torch.testing.assert_close(grad.double(), reference, rtol=1e-4, atol=1e-6 * 1e4)
     torch.compiler.reset()
 
 
@@ -216,7 +213,7 @@ def test_permutations_of_two_to_five_streams_are_doubly_stochastic():
         assert comb.min() >= 0
         torch.testing.assert_close(comb.sum(-1), torch.ones(50, n), rtol=0, atol=1e-5)
         torch.testing.assert_close(comb.sum(-2), torch.ones(50, n), rtol=0, atol=1e-6)
-        assert (comb - comb.mT).abs().max() > 0.1
+        assert n == 2 or (comb - comb.mT).abs().max() > 0.1
 
 
 def test_a_permutation_moves_the_streams_as_it_says():
