@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from resswap.errors import OptionError
 from resswap.ops import delta_attention, depth_sum
@@ -93,7 +94,7 @@ class _GatedAttention:
         if self.gate is None or not deltas:
             return stream
         if self.query is None:
-            return depth_sum((*deltas, stream), torch.cat([self.gate, torch.ones_like(self.gate)]))
+            return depth_sum((*deltas, stream), F.pad(self.gate, (0, 1), value=1.0))
         return delta_attention(stream, deltas, self.query, self.key_weight, self.gate, self.eps)
 
 

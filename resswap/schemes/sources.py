@@ -58,7 +58,7 @@ def block_starts() -> Any:
         "Indices of the connections that begin the second and each later block, instead of num_blocks equal ones.",
         "ascending whole numbers from 1, or none",
         lambda starts: (
-            all(isinstance(start, int) for start in starts)
+            all(type(start) is int for start in starts)
             and all(a < b for a, b in zip((0, *starts), starts, strict=False))
         ),
     )
