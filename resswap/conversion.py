@@ -44,7 +44,8 @@ def convert(
 ) -> PreTrainedModel:
     """Replace each residual add of a decoder by a connection, in place.
 
-    The model computes the same function straight afterwards (float32 logits to about 1e-6 of their size). Its layers
+    The model computes the same function straight afterwards (float32 logits to about 1e-6 of their size), unless the
+    scheme says `preserves_function=False`: then a warning is logged if the model is pretrained. Its layers
     and the module that owns them become instances of subclasses of the same name, connections hang on the layers, and
     `model.config.residual` describes the scheme, so that `save_pretrained` and `from_pretrained` keep it.
 
@@ -56,7 +57,8 @@ def convert(
             float32 (float64 for a float64 model) in any case.
         layers: which layers to convert, as indices (negative ones from the end) or as a slice. The adds of the others
             remain plain residuals, on the scheme's streams: they read the mean of streams or the sum of sources, and
-            add to each stream or to the list of sources. By default all.
+            add to each stream or to the list of sources. The read-out at the end is the scheme's in any case. By
+            default all.
         sites: "attention" converts the adds of attention and of whatever else mixes tokens, "mlp" those of all other
             sublayers; where both are parallel, there is one add for either. By default "all".
         options: the scheme's options, fields of the dataclass in `resswap.available_schemes()`.

@@ -76,6 +76,8 @@ def test_kept_in_every_way(scheme, chosen, tmp_path):
     randomise_connections(model)
     expected = logits(model, ids)
     model.save_pretrained(tmp_path / "model")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "the residual adds of" in card and ("of type mlp" in card) == (chosen.get("sites") == "mlp")
     resswap.save_connections(model, tmp_path / "connections")
     for other in (
         AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
