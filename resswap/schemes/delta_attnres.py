@@ -13,7 +13,7 @@ from resswap.ops import delta_attention, depth_sum
 
 from .attnres import depth_weights
 from .base import Add, Connection, Place, ResidualModule, combined, option, register_scheme
-from .sources import Sources, SourcesConfig, begins_block, block_starts, key_norm_weight
+from .sources import Sources, SourcesConfig, begins_block, block_starts, kept, key_norm_weight
 
 
 @register_scheme
@@ -139,13 +139,15 @@ class DeltaMap(ResidualModule):
 
 
 class StreamNormMap(ResidualModule):
-    """A norm on the residual path: it applies to the stream."""
+    """A norm on the residual path: it applies to the stream, and leaves the deltas as they are."""
 
     def forward(self, sources: Sources, function: Callable[[Tensor], Tensor] | None = None) -> Sources | Tensor:
         stream, *deltas = sources.values
         if function is None:
             return stream
-        return combined([function(stream)], lambda values: Sources((*values, *deltas)))
+        return combined(
+            [function(stream)], lambda values: Sources((*values, *kept(function, deltas, stream, *values)))
+        )
 
 
 def _add_delta(sources: Sources, y: Tensor) -> Sources:

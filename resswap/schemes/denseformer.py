@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from resswap.ops import depth_sum
 
 from .base import Add, Connection, Place, ResidualModule, combined, option, register_scheme
-from .sources import Sources, SourcesConfig, accumulate
+from .sources import Sources, SourcesConfig, accumulate, kept
 
 
 @register_scheme
@@ -42,7 +42,7 @@ class DenseFormerConfig(SourcesConfig):
         return DenseConnection(place, 0, self.dilation)
 
     def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
-        return RunningMap()
+        return RunningMap(is_norm)
 
     def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
         return DenseReadout(self.num_terms(num_layers), self.dilation)
@@ -102,13 +102,24 @@ class DenseReadout(_Average, ResidualModule):
 
 
 class RunningMap(ResidualModule):
-    """What a layer does to the hidden states between two adds: it applies to the running stream."""
+    """What a layer does to the hidden states between two adds: it applies to the running stream.
+
+    A reshape is undone before the layer's end, and the earlier sources keep their shape.
+    """
+
+    def __init__(self, is_norm: bool) -> None:
+        super().__init__()
+        self.is_norm = is_norm
 
     def forward(self, sources: Sources, function: Callable[[Tensor], Tensor] | None = None) -> Sources | Tensor:
         *before, running = sources.values
         if function is None:
             return running
-        return combined([function(running)], lambda values: Sources((*before, *values)))
+
+        def combine(values: list[Tensor]) -> Sources:
+            return Sources((*(kept(function, before, running, *values) if self.is_norm else before), *values))
+
+        return combined([function(running)], combine)
 
 
 class RunningAdd(Add):

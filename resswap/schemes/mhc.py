@@ -12,7 +12,14 @@ from resswap.errors import OptionError
 from resswap.ops import mhc_coefficients, mhc_read, write_streams
 
 from .base import Add, Connection, Place, ResidualModule, option, register_scheme
-from .streams import ExpandStreams, LearnedReadout, MeanReadout, StreamsAdd, StreamsConfig, rotating_weights
+from .streams import (
+    ExpandStreams,
+    LearnedReadout,
+    MeanReadout,
+    StreamsAdd,
+    StreamsConfig,
+    rotating_weights,
+)
 
 
 @register_scheme

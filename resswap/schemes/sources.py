@@ -1,6 +1,6 @@
 """Sources: the earlier contributions that a branch can pick from, and the options that such schemes share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,17 @@ class SourceMap(ResidualModule):
 
     def forward(self, sources: Sources, function: Callable[[Tensor], Tensor] | None = None) -> Sources | Tensor:
         return sum(sources.values) if function is None else sources.map(function)
+
+
+def kept(function: Callable[[Tensor], Tensor], others: Sequence[Tensor], old: Tensor, new: Tensor) -> list[Tensor]:
+    """The other sources after a function that applies to the stream alone, and made `new` of `old`.
+
+    They stay; but where it has picked tokens, as models do that go on with the last ones only, it picks theirs too.
+    """
+    if new.shape == old.shape:
+        return list(others)
+    picked = [function(other) for other in others]
+    return [other[0] if isinstance(other, tuple) else other for other in picked]
 
 
 def append(sources: Sources, y: Tensor) -> Sources:
