@@ -167,6 +167,8 @@ def revert(model: PreTrainedModel, *, discard_trained: bool = False) -> PreTrain
 def connections(model: nn.Module) -> dict[str, Connection]:
     """The connections of a model by name, in the order of depth; empty if it is not converted.
 
+    At adds that `layers` or `sites` left out they are plain residuals, with `swapped` False and without parameters.
+
     Raises:
         UnsupportedModelError: it is no model.
     """
