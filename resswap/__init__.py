@@ -14,7 +14,16 @@ from .conversion import connections, convert, diff, revert, set_kernels
 from .coverage import Support, support
 from .errors import CheckpointError, OptionError, ResswapError, UnsupportedModelError
 from .publishing import push_to_hub
-from .schemes import Connection, SchemeConfig, available_schemes
+from .schemes import (
+    Add,
+    Connection,
+    Place,
+    ResidualModule,
+    SchemeConfig,
+    available_schemes,
+    option,
+    register_scheme,
+)
 from .training import added_parameters, freeze_base, load_connections, param_groups, save_connections
 from .version import __version__ as __version__
 
@@ -24,11 +33,14 @@ if TYPE_CHECKING:
     from .diagnostics import Report, inspect
 
 __all__ = [
+    "Add",
     "CheckpointError",
     "Connection",
     "OptionError",
     "Report",
+    "Place",
     "ResidualCallback",
+    "ResidualModule",
     "ResswapError",
     "SchemeConfig",
     "Support",
@@ -43,8 +55,10 @@ __all__ = [
     "load_adapter",
     "load_connections",
     "lora_config",
+    "option",
     "param_groups",
     "push_to_hub",
+    "register_scheme",
     "revert",
     "save_connections",
     "set_kernels",

@@ -8,9 +8,11 @@ from typing import Any
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
-from resswap.configuration import described_scheme
+from resswap.configuration import described_scheme, described_selection
 from resswap.conversion import connections
 from resswap.errors import CheckpointError, UnsupportedModelError
+from resswap.schemes import SchemeConfig
+from resswap.selection import Selection
 from resswap.training import added_modules, convert_as
 
 # PEFT would load such an adapter onto a plain model and leave the connections out. It looks this value up, fails, and
@@ -94,13 +96,13 @@ def load_adapter(
         raise CheckpointError(f"There is no adapter with connections in {path}: {error}") from error
     if config.residual is None:
         raise CheckpointError(f"The adapter in {path} holds no connections: load it with PeftModel.from_pretrained.")
-    scheme = described_scheme(config.residual)
+    _applied(config.residual)
     if not connections(model):
         convert_as(model, config.residual)
-    elif described_scheme(model.config.residual) != scheme:
+    elif _applied(model.config.residual) != _applied(config.residual):
         raise CheckpointError(
-            f"The adapter in {path} was trained with {scheme}, but the model is converted to "
-            f"{described_scheme(model.config.residual)}: load it onto the plain model."
+            f"The adapter in {path} was trained with {_applied(config.residual)}, but the model is converted to "
+            f"{_applied(model.config.residual)}: load it onto the plain model."
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -108,3 +110,8 @@ def load_adapter(
             return PeftModel.from_pretrained(model, path, config=config, is_trainable=is_trainable, **options)
         except (UserWarning, RuntimeError, KeyError) as error:
             raise CheckpointError(f"The adapter in {path} does not fit the model: {error}") from error
+
+
+def _applied(residual: Any) -> tuple[SchemeConfig, Selection]:
+    """The scheme, and the adds that it is applied to."""
+    return described_scheme(residual), described_selection(residual)

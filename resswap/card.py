@@ -11,7 +11,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import CONFIG_MAPPING
 
 from resswap.auto import model_classes
-from resswap.configuration import described_scheme
+from resswap.configuration import described_scheme, described_selection
+from resswap.selection import Selection
 from resswap.version import __version__
 
 MARK = "<!-- Written by resswap. Without this line the card counts as yours and is never overwritten. -->"
@@ -86,11 +87,20 @@ def _introduction(config: Mapping[str, Any], repo_id: str) -> str:
     residual = config["residual"]
     base = residual.get("base_model")
     origin = f", converted from [{base}](https://huggingface.co/{base})" if base else ""
+    chosen = described_selection(residual)
+    where = "each residual add" if chosen == Selection() else "the residual adds" + _where(chosen)
+    verb = "is a" if chosen == Selection() else "are each a"
     return (
-        f"# {Path(repo_id).name}\n\nA `{residual['base_model_type']}` model{origin}, in which each residual add is a "
+        f"# {Path(repo_id).name}\n\nA `{residual['base_model_type']}` model{origin}, in which {where} {verb} "
         f"connection of the scheme `{residual['scheme']}`. Made with resswap {__version__}, transformers "
         f"{transformers.__version__}."
     )
+
+
+def _where(chosen: Selection) -> str:
+    """Which adds are swapped, in words."""
+    sites = "" if chosen.sites == "all" else f" of type {chosen.sites}"
+    return sites + ("" if chosen.layers is None else f" of layers {', '.join(map(str, chosen.layers))}")
 
 
 def _options(scheme: Any) -> str:

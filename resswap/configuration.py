@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from resswap.errors import CheckpointError, OptionError
 from resswap.schemes import SchemeConfig, scheme_config
+from resswap.selection import SITES, Selection
 
 MODEL_TYPE = "resswap"
 FORMAT_VERSION = 1
@@ -29,7 +30,7 @@ _GUARD = (
 TOWERS = {"decoder": ("decoder",), "all": ("encoder", "decoder")}
 """The values of `towers`, and whose layers each converts, in the order in which they run."""
 _REQUIRED = {"format_version": int, "base_model_type": str, "scheme": str, "options": dict}
-_OPTIONAL = {"base_model": str, "param_dtype": str, "towers": str}
+_OPTIONAL = {"base_model": str, "param_dtype": str, "towers": str, "layers": list, "sites": str}
 _CODE = "_residual_code"
 
 
@@ -47,6 +48,7 @@ def describe(
     base_model: str | None = None,
     param_dtype: torch.dtype | None = None,
     towers: str = "decoder",
+    selection: Selection | None = None,
 ) -> dict[str, Any]:
     """The value of `config.residual`.
 
@@ -56,12 +58,14 @@ def describe(
         base_model: the Hub repository of the model that was converted, if it has one.
         param_dtype: the dtype that the new parameters keep, whatever the model is cast to.
         towers: a key of `TOWERS`.
+        selection: which residual adds are swapped. None: all.
     """
     residual = {
         "format_version": FORMAT_VERSION,
         "base_model_type": base_model_type,
         "scheme": config.scheme,
-        "options": dataclasses.asdict(config),
+        "options": {name: _json(value) for name, value in dataclasses.asdict(config).items()},
+        **({} if selection is None else selection.described()),
     }
     if base_model is not None:
         residual["base_model"] = base_model
@@ -97,6 +101,7 @@ def described_scheme(residual: Any) -> SchemeConfig:
         raise CheckpointError(f"config.json: residual.{unknown[0]} is not a field of format version {version}.")
     described_dtype(residual)
     described_towers(residual)
+    described_selection(residual)
     try:
         return scheme_config(residual["scheme"], residual["options"])
     except OptionError as error:
@@ -126,6 +131,30 @@ def described_towers(residual: dict[str, Any]) -> str:
     if towers not in TOWERS:
         raise CheckpointError(f"config.json: residual.towers is {towers!r}; allowed: {', '.join(TOWERS)}.")
     return towers
+
+
+def described_selection(residual: dict[str, Any]) -> Selection:
+    """Which residual adds are swapped.
+
+    Raises:
+        CheckpointError: `layers` are not ascending indices, or `sites` is no kind of sublayer.
+    """
+    layers, sites = residual.get("layers"), residual.get("sites", "all")
+    ascending = layers is None or (
+        all(isinstance(index, int) and not isinstance(index, bool) for index in layers)
+        and layers == sorted(set(layers))
+        and min(layers, default=-1) >= 0
+    )
+    if not ascending:
+        raise CheckpointError(f"config.json: residual.layers is {layers!r}; allowed: ascending indices of layers.")
+    if sites not in SITES:
+        raise CheckpointError(f"config.json: residual.sites is {sites!r}; allowed: {', '.join(SITES)}.")
+    return Selection(None if layers is None else tuple(layers), sites)
+
+
+def _json(value: Any) -> Any:
+    """A value as it is when it has been read from JSON."""
+    return [_json(element) for element in value] if isinstance(value, tuple) else value
 
 
 def is_parameter_dtype(dtype: Any) -> bool:

@@ -1,7 +1,7 @@
 """Convert a model's residual connections, and revert them: all or nothing."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,17 +19,19 @@ from resswap.configuration import (
     describe,
     described_dtype,
     described_scheme,
+    described_selection,
     described_towers,
     family_config_class,
     is_parameter_dtype,
     residual_config_class,
 )
-from resswap.errors import OptionError, UnsupportedModelError
+from resswap.errors import CheckpointError, OptionError, UnsupportedModelError
 from resswap.ops import KERNELS
 from resswap.planning import Change, plan_conversion
 from resswap.preconditions import check_convertible, drop_dequantized_flag
 from resswap.publishing import hub_id, published_class, unpublished_class
 from resswap.schemes import Connection, ResidualConfig, ResidualModule, SchemeConfig, scheme_config
+from resswap.selection import Selection, select
 
 logger = logging.get_logger(__name__)
 
@@ -39,13 +41,16 @@ def convert(
     scheme: str = "mhc",
     *,
     towers: str = "decoder",
+    layers: Iterable[int] | slice | None = None,
+    sites: str = "all",
     param_dtype: torch.dtype | None = None,
     kernels: str = "auto",
     **options: Any,
 ) -> PreTrainedModel:
     """Replace each residual add of a decoder by a connection, in place.
 
-    The model computes the same function straight afterwards (float32 logits to about 1e-6 of their size). Its layers
+    The model computes the same function straight afterwards (float32 logits to about 1e-6 of their size), unless the
+    scheme says `preserves_function=False`: then a warning is logged if the model is pretrained. Its layers
     and the module that owns them become instances of subclasses of the same name, connections hang on the layers, and
     `model.config.residual` describes the scheme, so that `save_pretrained` and `from_pretrained` keep it.
 
@@ -58,13 +63,19 @@ def convert(
             given, they take that of the layer's own parameters, and follow it. The arithmetic of the coefficients is
             float32 (float64 for a float64 model) in any case.
         kernels: how the inner loops of the connections run, see `set_kernels`.
+        layers: which layers to convert, as indices (negative ones from the end) or as a slice. The adds of the others
+            remain plain residuals, on the scheme's streams: they read the mean of streams or the sum of sources, and
+            add to each stream or to the list of sources. The read-out at the end is the scheme's in any case. By
+            default all.
+        sites: "attention" converts the adds of attention and of whatever else mixes tokens, "mlp" those of all other
+            sublayers; where both are parallel, there is one add for either. By default "all".
         options: the scheme's options, fields of the dataclass in `resswap.available_schemes()`.
 
     Returns:
         The same model.
 
     Raises:
-        OptionError: no such scheme or option, or a value that is not allowed.
+        OptionError: no such scheme, option, layer or site, or a value that is not allowed.
         UnsupportedModelError: the model cannot be converted; it is left exactly as it was.
     """
     config = scheme_config(scheme, options)
@@ -74,13 +85,20 @@ def convert(
     if towers not in list(TOWERS):
         raise OptionError(f"towers={towers!r}; allowed: {', '.join(TOWERS)}.")
     check_convertible(model)
+    num_layers = 0 if layers is None else len(list(surgery.find_stack(model, "decoder").layers()))
+    selection = select(layers, sites, num_layers)
+    if not config.preserves_function and model.name_or_path:
+        logger.warning(
+            f"The scheme {scheme!r} does not preserve what a model computes: {model.name_or_path} was pretrained, and "
+            "its weights are of no use after this conversion. It is meant for training from scratch."
+        )
     family = type(model.config)
     register_auto_classes(family, complete)
-    _install(model, config, param_dtype, towers)
+    _install(model, config, param_dtype, towers, selection)
     _give_own_config(model)
     model.config.__class__ = residual_config_class(family)
     base_model = hub_id(model.config.name_or_path)
-    model.config.residual = describe(config, family.model_type, base_model, param_dtype, towers)
+    model.config.residual = describe(config, family.model_type, base_model, param_dtype, towers, selection)
     drop_dequantized_flag(model)
     _make_publishable(model, config)
     return set_kernels(model, kernels)
@@ -188,6 +206,8 @@ def revert(model: PreTrainedModel, *, discard_trained: bool = False) -> PreTrain
 def connections(model: nn.Module) -> dict[str, Connection]:
     """The connections of a model by name, in the order of depth, an encoder's first; empty if it is not converted.
 
+    At adds that `layers` or `sites` left out they are plain residuals, with `swapped` False and without parameters.
+
     Raises:
         UnsupportedModelError: it is no model.
     """
@@ -215,7 +235,12 @@ def _check_is_module(model: object) -> None:
 
 
 def _install_described(model: PreTrainedModel, residual: dict[str, Any]) -> None:
-    _install(model, described_scheme(residual), described_dtype(residual), described_towers(residual))
+    """Install what a `config.residual` describes."""
+    config, selection = described_scheme(residual), described_selection(residual)
+    try:
+        _install(model, config, described_dtype(residual), described_towers(residual), selection)
+    except OptionError as error:
+        raise CheckpointError(f"config.json: residual does not fit the model: {error}") from error
 
 
 @contextmanager
@@ -228,7 +253,7 @@ def plain_connections(model: PreTrainedModel) -> Iterator[None]:
         UnsupportedModelError: the model's residual adds cannot be found; it is left exactly as it was.
     """
     check_convertible(model)
-    changes = plan_conversion(model, ResidualConfig(), None, TOWERS["decoder"])
+    changes = plan_conversion(model, ResidualConfig(), None, TOWERS["decoder"], Selection())
     states = _states(changes)
     try:
         _apply(changes)
@@ -237,8 +262,10 @@ def plain_connections(model: PreTrainedModel) -> Iterator[None]:
         _undo(changes, states)
 
 
-def _install(model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None, towers: str) -> None:
-    changes = plan_conversion(model, config, param_dtype, TOWERS[towers])
+def _install(
+    model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None, towers: str, selection: Selection
+) -> None:
+    changes = plan_conversion(model, config, param_dtype, TOWERS[towers], selection)
     states = _states(changes)
     try:
         _apply(changes)

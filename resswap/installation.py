@@ -31,11 +31,13 @@ class Slot:
         name: its attribute of a layer, or of a module in the layer ("output.connection").
         kind: "connection"; or "norm" or "linear", what a map applies to the streams.
         begins: whether the streams have just begun, at the start of the stack or by a norm.
+        swapped: whether the scheme's connection goes there, or the plain residual on the scheme's streams.
     """
 
     name: str
     kind: str = "connection"
     begins: bool = False
+    swapped: bool = True
 
 
 @dataclass(frozen=True)
@@ -152,17 +154,19 @@ def modules_of_layers(
     """The new modules of each layer, one for each of its slots."""
     total = sum(slot.kind == "connection" for of_layer in slots for slot in of_layer)
     index, made = 0, []
-    for layer, of_layer in zip(layers, slots, strict=True):
+    for depth, (layer, of_layer) in enumerate(zip(layers, slots, strict=True)):
         made.append([])
         last = max((i for i, slot in enumerate(of_layer) if slot.kind == "connection"), default=-1)
         for i, slot in enumerate(of_layer):
             with torch.device("cpu"):  # initial values are computed even while the model is on the meta device
                 if slot.kind == "connection":
-                    new = scheme.connection(Place(hidden_size, index, total, slot.begins, i == last))
+                    opens_layer = not any(new.kind == "connection" for new in made[-1])
+                    place = Place(hidden_size, index, total, slot.begins, depth, opens_layer, i == last)
+                    new = scheme.connection(place) if slot.swapped else scheme.plain_connection(place)
                     index += 1
                 else:
                     new = scheme.stream_map(hidden_size, is_norm=slot.kind == "norm")
-            new.kind, new.begins = slot.kind, slot.begins
+            new.kind, new.begins, new.swapped = slot.kind, slot.begins, slot.swapped
             made[-1].append(_placed(new, layer, param_dtype))
     return made
 
@@ -176,7 +180,7 @@ def modules_of_owner(
 ) -> dict[str, ResidualModule]:
     """The new modules of the module that runs the layers, by name."""
     with torch.device("cpu"):
-        made = {EXPAND: scheme.expand(), READOUT: scheme.readout(hidden_size)}
+        made = {EXPAND: scheme.expand(hidden_size), READOUT: scheme.readout(hidden_size, len(layers))}
         if maps:
             made[MAP] = scheme.stream_map(hidden_size, is_norm=maps == "norm")
             made[MAP].kind = maps

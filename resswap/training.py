@@ -181,7 +181,8 @@ def convert_as(model: PreTrainedModel, residual: Any) -> None:
     """
     scheme = described_scheme(residual).scheme
     dtype, towers = described_dtype(residual), described_towers(residual)
-    convert(model, scheme, towers=towers, param_dtype=dtype, **residual["options"])
+    selection = {name: residual[name] for name in ("layers", "sites") if name in residual}
+    convert(model, scheme, towers=towers, param_dtype=dtype, **selection, **residual["options"])
 
 
 def _check_has_no_adapters(model: nn.Module, remedy: str) -> None:

@@ -8,14 +8,22 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from resswap.ops import (
+    delta_attention,
+    delta_attention_reference,
     depth_attention,
     depth_attention_reference,
+    depth_sum,
+    depth_sum_reference,
     hc_read,
     hc_read_reference,
+    mhc_lite_read,
+    mhc_lite_read_reference,
     mhc_read,
     mhc_read_reference,
     read_streams,
     read_streams_reference,
+    readout_streams,
+    readout_streams_reference,
     sinkhorn,
     sinkhorn_reference,
     write_streams,
@@ -24,14 +32,27 @@ from resswap.ops import (
 
 N, WIDTH, ITERS, EPS = 2, 3, 4, 1e-5
 FAST = SimpleNamespace(
-    sinkhorn=sinkhorn, depth=depth_attention, mhc=mhc_read, hc=hc_read, read=read_streams, write=write_streams
+    sinkhorn=sinkhorn,
+    depth=depth_attention,
+    delta=delta_attention,
+    sum=depth_sum,
+    mhc=mhc_read,
+    lite=mhc_lite_read,
+    hc=hc_read,
+    read=read_streams,
+    readout=readout_streams,
+    write=write_streams,
 )
 PLAIN = SimpleNamespace(
     sinkhorn=sinkhorn_reference,
     depth=depth_attention_reference,
+    delta=delta_attention_reference,
+    sum=depth_sum_reference,
     mhc=mhc_read_reference,
+    lite=mhc_lite_read_reference,
     hc=hc_read_reference,
     read=read_streams_reference,
+    readout=readout_streams_reference,
     write=write_streams_reference,
 )
 COEFFICIENTS = (N + 2) * N
@@ -53,6 +74,14 @@ CALLS = {
     "hc": ([STREAMS, (N + 2, WIDTH), (3,), (COEFFICIENTS,)], lambda ops, *args: ops.hc(*args, True, EPS)),
     "hc, linear": ([STREAMS, (N + 2, WIDTH), (3,), (COEFFICIENTS,)], lambda ops, *args: ops.hc(*args, False, EPS)),
     "hc, static": ([STREAMS, (COEFFICIENTS,)], lambda ops, x, base: ops.hc(x, None, None, base, True, EPS)),
+    "delta": (
+        [ROW, (WIDTH,), (WIDTH,), (1,), ROW, ROW],
+        lambda ops, h, q, w, gate, *v: ops.delta(h, v, q, w, gate, EPS),
+    ),
+    "delta, no weight": ([ROW, (WIDTH,), (1,), ROW], lambda ops, h, q, gate, *v: ops.delta(h, v, q, None, gate, EPS)),
+    "sum": ([(2,), ROW, ROW], lambda ops, w, *v: ops.sum(v, w)),
+    "lite": ([STREAMS, (3 * N, N * WIDTH), (3,), (3 * N,)], lambda ops, *args: ops.lite(*args, EPS)),
+    "readout": ([STREAMS, (N, N * WIDTH), (1,), (N,)], lambda ops, *args: ops.readout(*args, EPS)),
     "read": ([STREAMS, (2, N)], lambda ops, *args: ops.read(*args)),
     "read, static": ([STREAMS, (N,)], lambda ops, *args: ops.read(*args)),
     "write": ([STREAMS, ROW, (2, N), (2, N, N)], lambda ops, *args: ops.write(*args)),

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import SCHEMES, input_ids, logits, new_parameters, randomise_connections, tiny
+from tiny import TRAINABLE, input_ids, logits, new_parameters, randomise_connections, tiny
 from torch import nn
 
 import resswap
@@ -15,7 +15,7 @@ def by_name(groups):
     return {group["name"]: group for group in groups}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", TRAINABLE)
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_added_parameters(model_type, scheme):
     model = tiny(model_type)
@@ -33,7 +33,7 @@ def test_added_parameters_of_a_wrapped_model():
     assert set(resswap.added_parameters(wrapped)) == {f"0.{name}" for name in resswap.added_parameters(model)}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", TRAINABLE)
 def test_every_parameter_is_in_one_group_and_only_matrices_decay(scheme):
     model = resswap.convert(tiny("gpt2"), scheme)
     groups = resswap.param_groups(model, lr=1e-3, weight_decay=0.1, residual_lr=1e-2)
@@ -123,7 +123,7 @@ def test_nothing_to_freeze_or_save(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", TRAINABLE)
 def test_connections_alone_are_saved_and_loaded_onto_the_base(scheme, tmp_path):
     base = tiny()
     model = resswap.convert(copy.deepcopy(base), scheme)

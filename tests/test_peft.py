@@ -8,12 +8,10 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny import SCHEMES, input_ids, logits, tiny
+from tiny import EXACT, SOURCES, TRAINABLE, input_ids, logits, tiny
 from transformers import AutoModelForCausalLM
 
 import resswap
-
-SOURCES = ("attnres", "block_attnres")
 
 
 def adapted(model, **options):
@@ -36,7 +34,7 @@ def connection_names(model):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", EXACT)
 def test_trained_saved_and_loaded_onto_the_plain_base_model(scheme, model_type, tmp_path):
     base = tiny(model_type)
     model = adapted(resswap.convert(copy.deepcopy(base), scheme))
@@ -68,7 +66,7 @@ def test_merged_model_is_a_converted_model(scheme, tmp_path):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", TRAINABLE)
 def test_checkpointing_gives_the_same_gradients_or_refuses(scheme, reentrant):
     ids = input_ids()
     model = resswap.convert(tiny(), scheme)

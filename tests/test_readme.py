@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import resswap
 from resswap.cli import app
+from resswap.schemes import base
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -17,16 +18,18 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 @pytest.fixture
 def pretrained(tmp_path, monkeypatch):
     """A folder that from_pretrained finds under the name of the model on the Hub."""
+    # What the README registers is gone afterwards.
+    monkeypatch.setattr(base, "_SCHEMES", dict(base._SCHEMES))
     tiny("llama", vocab_size=256).save_pretrained(tmp_path / "HuggingFaceTB/SmolLM2-135M")
     monkeypatch.chdir(tmp_path)
 
 
 def test_python_blocks_run_one_after_the_other(pretrained, capsys):
-    namespace = {}
+    namespace, schemes = {}, resswap.available_schemes()
     for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         exec(compile(block, "README.md", "exec"), namespace)
     printed = capsys.readouterr().out
-    assert all(name in printed for name in resswap.available_schemes())
+    assert all(name in printed for name in schemes)
     assert "model.layers.0.attn_connection" in printed
     assert "read" in printed and Path("report.html").read_text().count("<svg") == 1
     assert len(resswap.connections(AutoModelForCausalLM.from_pretrained("smollm2-mhc"))) == 6

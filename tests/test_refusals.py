@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import SCHEMES, input_ids, logits, randomise_connections, tiny
+from tiny import SCHEMES, TRAINABLE, input_ids, logits, randomise_connections, tiny
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, ViTConfig, ViTModel, XLNetConfig, XLNetLMHeadModel
 
 import resswap
@@ -216,7 +216,7 @@ def test_revert(scheme):
     assert resswap.connections(model) == {}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", TRAINABLE)
 def test_revert_keeps_trained_connections_unless_told(scheme):
     model = tiny("llama")
     before = snapshot(model)

@@ -218,7 +218,7 @@ def test_the_files_import_nothing_but_torch_and_transformers(tmp_path):
 def test_only_the_scheme_s_own_files_are_carried(saved):
     names = {file.name for file in saved[0].glob("*.py")}
     assert "resswap_schemes_mhc.py" in names
-    assert not any("attnres" in name or name.endswith("_hc.py") for name in names)
+    assert not any("attnres" in name or "sources" in name or name.endswith("_hc.py") for name in names)
 
 
 def test_equal_models_have_equal_code(saved, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_all_types import build, cache_error, gradients, greedy, hidden_states, logits
-from tiny import SCHEMES, input_ids, randomise_connections, tiny
+from tiny import EXACT, input_ids, randomise_connections, tiny
 from transformers import AutoModelForTokenClassification, LlamaConfig
 
 import resswap
@@ -25,7 +25,7 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "mhc"])
+@pytest.mark.parametrize("scheme", [scheme for scheme in EXACT if scheme != "mhc"])
 @pytest.mark.parametrize("model_type", PATTERNS)
 def test_other_schemes(model_type, scheme):
     model, inputs = build(model_type)
@@ -76,7 +76,7 @@ def test_router_logits_of_experts():
     torch.testing.assert_close(after.loss, before.loss)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", EXACT)
 def test_layer_drop(scheme):
     """Layers are skipped at random in training; the same ones for the same seed, before conversion and after."""
     model, inputs = build("blenderbot")

@@ -31,7 +31,7 @@ from small_layers import (
 from torch import nn
 
 from resswap.errors import UnsupportedModelError
-from resswap.schemes.base import Add, StreamMap
+from resswap.schemes.streams import StreamMap, StreamsAdd
 from resswap.surgery import original_class, rewrite_layer, rewritten_class, source_diff
 
 
@@ -43,7 +43,7 @@ class PlainAdd(nn.Module):
         self.adds = 0
 
     def forward(self, streams):
-        return streams.mean(-2), Add(streams, self.write)
+        return streams.mean(-2), StreamsAdd(streams, self.write)
 
     def write(self, streams, y):
         self.adds += 1

@@ -44,6 +44,9 @@ CONFIGS = {
 }
 FAMILIES = ["llama", "gpt2", "qwen3", "gemma2", "olmo2", "granite"]
 SCHEMES = list(resswap.available_schemes())
+EXACT = [name for name, options in resswap.available_schemes().items() if options.preserves_function]
+TRAINABLE = [name for name in SCHEMES if name != "none"]  # with parameters of their own
+SOURCES = ["attnres", "block_attnres", "delta_attnres", "denseformer"]  # whose streams are not one tensor
 
 
 def tiny(model_type: str = "llama", dtype: torch.dtype = torch.float32, **overrides) -> PreTrainedModel:

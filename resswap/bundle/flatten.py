@@ -56,9 +56,14 @@ def flatten(wanted: frozenset[tuple[str, str]], header: str) -> Mapping[str, str
 
 def _source(module: str) -> str:
     try:
+        if module == "__main__":  # a script or a notebook, which does more than define a scheme
+            raise ImportError
         return Path(importlib.import_module(module).__file__).read_text(encoding="utf-8")
-    except (OSError, TypeError) as error:
-        raise UnsupportedModelError(f"The module {module} has no source file for a saved model to carry.") from error
+    except (ImportError, OSError, TypeError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"{module} is no module with a file that a saved model could carry: define schemes in a file of their "
+            "own, and import it."
+        ) from error
 
 
 def _absolute(node: ast.ImportFrom, module: str) -> str:

@@ -124,7 +124,8 @@ def _part(modules: dict[str, nn.Module], classes: dict[type, Rewritten]) -> str:
 def _slot(name: str, module: ResidualModule) -> str:
     kind = "" if module.kind == "connection" else f', "{module.kind}"'
     begins = ", begins=True" if module.begins else ""
-    return f'Slot("{name}"{kind}{begins})'
+    swapped = "" if module.swapped else ", swapped=False"
+    return f'Slot("{name}"{kind}{begins}{swapped})'
 
 
 def _rewritten(cls: type, classes: dict[type, Rewritten]) -> Rewritten:

@@ -96,7 +96,7 @@ def mhc_read(
     if are_few(streams, streams.shape[:-2]):
         return mhc_read_few(streams, fn, scale, base, sinkhorn_iters, eps)
     head = partial(mhc_head, n=streams.shape[-2], sinkhorn_iters=sinkhorn_iters)
-    return _dynamic_read(streams, fn, scale, base, head, eps, kernels)
+    return dynamic_read(streams, fn, scale, base, head, eps, kernels)
 
 
 def hc_read(
@@ -106,7 +106,7 @@ def hc_read(
     if needs_plain():
         return hc_read_reference(streams, fn, scale, base, tanh, eps)
     if fn is not None:
-        return _dynamic_read(streams, fn, scale, base, partial(hc_head, tanh=tanh), eps, kernels)
+        return dynamic_read(streams, fn, scale, base, partial(hc_head, tanh=tanh), eps, kernels)
     pre, post, comb = hc_coefficients(streams, None, scale, base, tanh, eps)
     x, streams = _read(streams, pre, kernels)
     return x, streams, post, comb
@@ -118,9 +118,10 @@ def _read(streams: Tensor, pre: Tensor, kernels: str) -> tuple[Tensor, Tensor]:
     return x, _lent(handed_on, lent)
 
 
-def _dynamic_read(
+def dynamic_read(
     streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, head: Head, eps: float, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The read whose coefficients `head` makes, as `mhc_read`."""
     lent = getattr(streams, _LENT, None)
     x, handed_on, post, comb = DynamicRead.apply(
         streams, fn, scale, base, head, eps, lent, kernels_for(kernels, streams.device)

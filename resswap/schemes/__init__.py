@@ -1,5 +1,6 @@
 """The schemes: one file for each family of connections."""
 
+from .ablations import NoneConfig, PostNormConfig
 from .attnres import AttnResConfig, BlockAttnResConfig
 from .base import (
     Add,
@@ -12,8 +13,11 @@ from .base import (
     register_scheme,
     scheme_config,
 )
+from .delta_attnres import DeltaAttnResConfig
+from .denseformer import DenseFormerConfig
 from .hc import HCConfig
 from .mhc import MHCConfig
+from .mhc_lite import MHCLiteConfig
 from .residual import ResidualConfig
 from .weights import Weights
 
@@ -22,10 +26,15 @@ __all__ = [
     "AttnResConfig",
     "BlockAttnResConfig",
     "Connection",
+    "DeltaAttnResConfig",
+    "DenseFormerConfig",
     "HCConfig",
     "MHCConfig",
+    "MHCLiteConfig",
+    "NoneConfig",
     "Place",
     "ResidualConfig",
+    "PostNormConfig",
     "ResidualModule",
     "SchemeConfig",
     "Weights",

@@ -5,7 +5,7 @@ import math
 import numbers
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class ResidualModule(nn.Module):
         param_dtype: the dtype that the parameters keep when the model is cast, as by `model.to(torch.bfloat16)`.
             None: they are cast with the model.
         kernels: how its inner loops run, see `resswap.set_kernels`. It is not saved with the model.
-        kind, begins: what it was made for, as in `resswap.installation.Slot`.
+        kind, begins, swapped: what it was made for, as in `resswap.installation.Slot`.
         tower: whose layers it serves, "decoder" or "encoder".
     """
 
@@ -31,14 +31,15 @@ class ResidualModule(nn.Module):
     param_dtype: torch.dtype | None = None
     kind: str = ""
     begins: bool = False
+    swapped: bool = True
     tower: str = "decoder"
+
+    def weights(self, streams: Any) -> Weights:
+        """How it weighs what it is given, for diagnostics. By default nothing is known."""
+        return Weights()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         return super()._apply(fn if self.param_dtype is None else partial(_keep_dtype, fn), recurse)
-
-    def weights(self, streams: Any) -> Weights:
-        """How the module weighs these streams, for `resswap.inspect`; a scheme tells as much as it has."""
-        return Weights()
 
 
 def _keep_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
@@ -56,20 +57,17 @@ class Place:
         index: its place in the order of depth, from 0.
         num_connections: how many there are.
         begins: whether its streams have just begun: at the start of the stack, or by a norm (post-norm models).
-        last_in_layer: whether no other connection of its layer comes after it.
+        layer: the index of its layer, from 0.
+        opens_layer, closes_layer: whether it is the first connection of its layer, or the last.
     """
 
     hidden_size: int
     index: int
     num_connections: int
     begins: bool
-    last_in_layer: bool = True
-
-
-RECOMPUTE_HELP = (
-    "Keep the streams once per layer for the backward, and compute those inside the layer again there (section 4.3.2 "
-    "of arXiv 2512.24880): less memory, about 2 % more time."
-)
+    layer: int = 0
+    opens_layer: bool = True
+    closes_layer: bool = True
 
 
 class Add:
@@ -87,18 +85,12 @@ class Add:
         return self.write(self.streams, y)
 
     def through(self, function: Callable[[Tensor], Tensor]) -> "Add":
-        """The same add to streams that a scale, cast or reshape was applied to, as in `alpha * residual + y`."""
-        return Add(map_streams(function, self.streams), self.write)
+        """The same add to streams that a scale, cast or reshape was applied to, as in `alpha * residual + y`.
 
-
-def map_streams(function: Callable[[Tensor], Tensor], streams: Any) -> Any:
-    """Apply a function of hidden states `[batch, seq, hidden]` to each stream.
-
-    Streams that are no tensor have a method `map` that does it, a `dtype` and a `device`.
-    """
-    if not isinstance(streams, Tensor):
-        return streams.map(function)
-    return combined([function(stream) for stream in streams.unbind(-2)], lambda parts: torch.stack(parts, dim=-2))
+        A tensor is one stream; what is no tensor has a `map`.
+        """
+        streams = self.streams
+        return type(self)(function(streams) if isinstance(streams, Tensor) else streams.map(function), self.write)
 
 
 def combined(results: list[Any], combine: Callable[[list[Tensor]], Any]) -> Any:
@@ -145,7 +137,11 @@ def option(default: Any, help: str, allowed: str, check: Callable[[Any], bool] =
 
 @dataclasses.dataclass(frozen=True)
 class SchemeConfig:
-    """Base of the options of all schemes; a subclass is one scheme.
+    """Base of the options of all schemes: a subclass, a frozen dataclass whose fields are made by `option`, is one.
+
+    A subclass has to give the connections. As long as what travels between them is one tensor of hidden states
+    `[batch, seq, hidden]`, the other methods can stay as they are here; a scheme of several streams, or of sources,
+    replaces them all.
 
     Class attributes:
         scheme: the name that `resswap.convert` knows it by.
@@ -156,22 +152,27 @@ class SchemeConfig:
     preserves_function: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        types = get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            value = _plain_number(getattr(self, field.name))
+            value = _plain(getattr(self, field.name))
             object.__setattr__(self, field.name, value)
-            expected = (int, float) if field.type is float else field.type
-            right_type = isinstance(value, expected) and (field.type is bool or not isinstance(value, bool))
+            expected = (int, float) if types[field.name] is float else types[field.name]
+            right_type = isinstance(value, expected) and (expected is bool or not isinstance(value, bool))
             infinite = isinstance(value, float) and not math.isfinite(value)
             if not right_type or infinite or not field.metadata["check"](value):
                 raise OptionError(f"{self.scheme}: {field.name}={value!r}; allowed: {field.metadata['allowed']}.")
 
-    def expand(self) -> ResidualModule:
-        """The module that makes the streams of the hidden states, before the first layer."""
-        raise NotImplementedError
-
     def connection(self, place: Place) -> Connection:
         """The connection at `place`, initialised without random numbers; it is cast to its layer's dtype later."""
         raise NotImplementedError
+
+    def plain_connection(self, place: Place) -> Connection:
+        """The connection at an add that is not swapped: the plain residual, on the streams of this scheme."""
+        return PlainConnection(place.index)
+
+    def expand(self, hidden_size: int) -> ResidualModule:
+        """The module that makes the streams of the hidden states, before the first layer."""
+        return OneStream()
 
     def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
         """The module that applies to the streams what a layer does to the hidden states between two adds.
@@ -179,15 +180,20 @@ class SchemeConfig:
         Its `forward` takes the streams and a function of hidden states, a norm or a linear one, and gives the new
         streams; without a function, it gives hidden states that stand for the streams.
         """
-        raise NotImplementedError
+        return OneStream()
 
-    def readout(self, hidden_size: int) -> ResidualModule:
-        """The module that makes hidden states of the streams, after the last layer."""
-        raise NotImplementedError
+    def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
+        """The module that makes hidden states of the streams, after the last layer.
+
+        It is also called on what each layer returns where a model is asked for hidden states.
+        """
+        return OneStream()
 
 
-def _plain_number(value: Any) -> Any:
-    """A number such as NumPy's as one of Python's, which config.json can hold."""
+def _plain(value: Any) -> Any:
+    """A number such as NumPy's as one of Python's, which config.json can hold; a list, as it gives it, as a tuple."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(element) for element in value)
     if isinstance(value, (bool, int)) or not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
@@ -195,10 +201,39 @@ def _plain_number(value: Any) -> Any:
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 
+RESERVED = {"model", "scheme", "towers", "param_dtype", "layers", "sites", "kernels"}
+"""Arguments of `resswap.convert`, which no option can be named after."""
+
 
 def register_scheme(config_class: type[SchemeConfig]) -> type[SchemeConfig]:
-    """Class decorator: make a scheme known by its `scheme` name."""
-    _SCHEMES[config_class.scheme] = config_class
+    """Class decorator: make a scheme known by its `scheme` name, to `resswap.convert` and to saved models.
+
+    The module with the class has to be imported before a model saved with the scheme is loaded.
+
+    Args:
+        config_class: a frozen dataclass derived from `SchemeConfig`. Defining it again, as a notebook's cell does,
+            replaces it.
+
+    Raises:
+        OptionError: it is no such class, or the name is taken.
+    """
+    name = getattr(config_class, "__qualname__", repr(config_class))
+    if not isinstance(config_class, type) or not issubclass(config_class, SchemeConfig):
+        raise OptionError(f"{name} is not a class derived from resswap.SchemeConfig.")
+    scheme = getattr(config_class, "scheme", None)
+    if not isinstance(scheme, str) or not scheme:
+        raise OptionError(f'{name} needs a name: a class attribute `scheme: ClassVar[str] = "..."`.')
+    if "__dataclass_params__" not in vars(config_class) or not config_class.__dataclass_params__.frozen:
+        raise OptionError(f"{name} is not a frozen dataclass: put @dataclass(frozen=True) below @register_scheme.")
+    for field in dataclasses.fields(config_class):
+        if not {"help", "allowed", "check"} <= set(field.metadata):
+            raise OptionError(f"{name}.{field.name} is not made by resswap.option, which says what is allowed.")
+        if field.name in RESERVED:
+            raise OptionError(f"{name}.{field.name}: resswap.convert has an argument of this name; choose another.")
+    known = _SCHEMES.get(scheme)
+    if known is not None and (known.__module__, known.__qualname__) != (config_class.__module__, name):
+        raise OptionError(f"The scheme {scheme!r} is {known.__module__}.{known.__qualname__}; choose another name.")
+    _SCHEMES[scheme] = config_class
     return config_class
 
 
@@ -219,7 +254,10 @@ def scheme_config(scheme: str, options: dict[str, Any]) -> SchemeConfig:
         OptionError: no such scheme or option (the message lists the valid ones), or a value that is not allowed.
     """
     if not isinstance(scheme, str) or scheme not in _SCHEMES:
-        raise OptionError(f"There is no scheme {scheme!r}; available: {', '.join(_SCHEMES)}.")
+        raise OptionError(
+            f"There is no scheme {scheme!r}; available: {', '.join(_SCHEMES)}. One of your own is known once the "
+            "module that defines it with resswap.register_scheme has been imported."
+        )
     config_class = _SCHEMES[scheme]
     names = [field.name for field in dataclasses.fields(config_class)]
     unknown = [name for name in options if name not in names]
@@ -228,51 +266,21 @@ def scheme_config(scheme: str, options: dict[str, Any]) -> SchemeConfig:
     return config_class(**options)
 
 
-class ExpandStreams(ResidualModule):
-    """Hidden states `[batch, seq, hidden]` → n equal streams `[batch, seq, n, hidden]`."""
-
-    def __init__(self, num_streams: int) -> None:
-        super().__init__()
-        self.num_streams = num_streams
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        shape = (*hidden_states.shape[:-1], self.num_streams, hidden_states.shape[-1])
-        return hidden_states.unsqueeze(-2).expand(shape)
-
-    def extra_repr(self) -> str:
-        return f"num_streams={self.num_streams}"
-
-
-class StreamMap(ResidualModule):
-    """Applies a function of hidden states to each of the streams `[batch, seq, n, hidden]`."""
+class OneStream(ResidualModule):
+    """For schemes whose one stream is the hidden states: each end and each map of it."""
 
     def forward(self, streams: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        return streams.mean(-2) if function is None else map_streams(function, streams)
-
-
-class MeanReadout(ResidualModule):
-    """Streams `[batch, seq, n, hidden]` → their mean `[batch, seq, hidden]`; hidden states go through as they are."""
-
-    def forward(self, streams: Tensor) -> Tensor:
-        return streams if streams.dim() == 3 else streams.mean(-2)
+        return streams if function is None else function(streams)
 
     def weights(self, streams: Tensor) -> Weights:
-        n = streams.shape[-2]
-        return Weights(read=torch.full((n,), 1 / n))
+        return Weights(read=torch.ones(1))
 
 
-def rotating_weights(num_streams: int, index: int, peak: float) -> Tensor:
-    """Logits, float64 `[n]`, whose sigmoids sum to 1 and peak near `peak` at stream `index % n`.
+class PlainConnection(Connection):
+    """The plain residual: the branch reads the hidden states, and its output is added to them."""
 
-    With equal weights all streams would get equal gradients and never part; these rotate with depth instead. The sum
-    is 1 to rounding in float32 and float64, and to 1e-4 after a cast to bfloat16: of the bfloat16 numbers near
-    `logit(peak)`, the one is taken for which the other logit comes nearest to a bfloat16 number.
-    """
-    target = torch.tensor(peak, dtype=torch.float64).logit()
-    near = (target + torch.linspace(-0.15, 0.15, 257, dtype=torch.float64)).bfloat16().double()
-    rest = ((1 - near.sigmoid()) / (num_streams - 1)).logit()
-    off = (near.sigmoid() + (num_streams - 1) * rest.bfloat16().double().sigmoid() - 1).abs()
-    best = off.argmin()
-    logits = rest[best].repeat(num_streams)
-    logits[index % num_streams] = near[best]
-    return logits
+    def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
+        return streams, Add(streams, torch.add)
+
+    def weights(self, streams: Tensor) -> Weights:
+        return Weights(read=torch.ones(1), write=torch.ones(1))

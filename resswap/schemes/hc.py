@@ -10,25 +10,14 @@ from torch import Tensor, nn
 
 from resswap.ops import hc_coefficients, hc_read, write_streams
 
-from .base import (
-    RECOMPUTE_HELP,
-    Add,
-    Connection,
-    ExpandStreams,
-    MeanReadout,
-    Place,
-    ResidualModule,
-    SchemeConfig,
-    StreamMap,
-    option,
-    register_scheme,
-)
+from .base import Add, Connection, Place, option, register_scheme
+from .streams import StreamsAdd, StreamsConfig, recompute
 from .weights import Weights
 
 
 @register_scheme
 @dataclass(frozen=True)
-class HCConfig(SchemeConfig):
+class HCConfig(StreamsConfig):
     """Options of the scheme `hc`.
 
     Initialised as in section 2.3 of the paper: connection l reads stream l mod n, every stream gets the branch's
@@ -44,22 +33,13 @@ class HCConfig(SchemeConfig):
     scale_init: float = option(
         0.01, "Initial gate of the part that depends on the token.", "a number above 0", lambda s: s > 0
     )
-    recompute: bool = option(True, RECOMPUTE_HELP, "True or False")
+    recompute: bool = recompute()
     eps: float = option(
         1e-6, "Added to the mean square of a stream before its root.", "a number above 0", lambda e: e > 0
     )
 
-    def expand(self) -> ResidualModule:
-        return ExpandStreams(self.num_streams)
-
     def connection(self, place: Place) -> Connection:
         return HCConnection(place, self)
-
-    def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
-        return StreamMap()
-
-    def readout(self, hidden_size: int) -> ResidualModule:
-        return MeanReadout()
 
 
 class HCConnection(Connection):
@@ -76,7 +56,7 @@ class HCConnection(Connection):
     def __init__(self, place: Place, config: HCConfig) -> None:
         super().__init__(place.index)
         n = config.num_streams
-        self.recompute = config.recompute and not place.last_in_layer
+        self.recompute = config.recompute and not place.closes_layer
         self.tanh, self.eps = config.tanh, config.eps
         pre = F.one_hot(torch.tensor(place.index % n), n).float()
         self.base = nn.Parameter(torch.cat([pre, torch.ones(n), torch.eye(n).flatten()]))
@@ -94,4 +74,4 @@ class HCConnection(Connection):
         """Streams `[batch, seq, n, hidden]`."""
         x, streams, post, comb = hc_read(streams, self.fn, self.scale, self.base, self.tanh, self.eps, self.kernels)
         write = partial(write_streams, post=post, comb=comb, lend=self.recompute, kernels=self.kernels)
-        return x, Add(streams, write)
+        return x, StreamsAdd(streams, write)

@@ -11,18 +11,14 @@ from torch import Tensor, nn
 from resswap.errors import OptionError
 from resswap.ops import mhc_coefficients, mhc_read, write_streams
 
-from .base import (
-    RECOMPUTE_HELP,
-    Add,
-    Connection,
+from .base import Add, Connection, Place, ResidualModule, option, register_scheme
+from .streams import (
     ExpandStreams,
+    LearnedReadout,
     MeanReadout,
-    Place,
-    ResidualModule,
-    SchemeConfig,
-    StreamMap,
-    option,
-    register_scheme,
+    StreamsAdd,
+    StreamsConfig,
+    recompute,
     rotating_weights,
 )
 from .weights import Weights
@@ -30,7 +26,7 @@ from .weights import Weights
 
 @register_scheme
 @dataclass(frozen=True)
-class MHCConfig(SchemeConfig):
+class MHCConfig(StreamsConfig):
     """Options of the scheme `mhc`.
 
     Straight after conversion all streams are equal, `pre` sums to 1, `post` is 1 and `comb` is doubly stochastic, so
@@ -53,9 +49,27 @@ class MHCConfig(SchemeConfig):
     )
     pre_peak: float = option(
         0.7,
-        "Weight at conversion with which connection l reads stream l mod num_streams; the others share the rest.",
+        "Weight at conversion with which a connection reads one stream, see pre_pattern; the others share the rest.",
         "greater than 1/num_streams, up to 0.99",
         lambda p: p <= 0.99,
+    )
+    pre_pattern: str = option(
+        "connections",
+        "Which stream a connection reads most at conversion: another one for each connection, for each layer, or "
+        "always the first (then the others never part from each other).",
+        "'connections', 'layers' or 'first'",
+        lambda pattern: pattern in ("connections", "layers", "first"),
+    )
+    learned_readout: bool = option(
+        False,
+        "Read the streams out after the last layer by learned weights that depend on the token (as DeepSeek-V4 does), "
+        "instead of by their mean.",
+        "True or False",
+    )
+    expansion_scale: bool = option(
+        False,
+        "Give each stream a learned scale before the first layer, a remedy for streams that stay alike.",
+        "True or False",
     )
     scale_init: float = option(
         0.01,
@@ -63,7 +77,7 @@ class MHCConfig(SchemeConfig):
         "a number above 0",
         lambda s: s > 0,
     )
-    recompute: bool = option(True, RECOMPUTE_HELP, "True or False")
+    recompute: bool = recompute()
     eps: float = option(
         1e-6, "Added to the mean square of the streams before its root.", "a number above 0", lambda e: e > 0
     )
@@ -78,16 +92,15 @@ class MHCConfig(SchemeConfig):
                 "streams never part), up to 0.99."
             )
 
-    def expand(self) -> ResidualModule:
-        return ExpandStreams(self.num_streams)
-
     def connection(self, place: Place) -> Connection:
         return MHCConnection(place, self)
 
-    def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
-        return StreamMap()
+    def expand(self, hidden_size: int) -> ResidualModule:
+        return ExpandStreams(self.num_streams, self.expansion_scale)
 
-    def readout(self, hidden_size: int) -> ResidualModule:
+    def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
+        if self.learned_readout:
+            return LearnedReadout(self.num_streams, hidden_size, self.scale_init, self.eps)
         return MeanReadout()
 
 
@@ -102,16 +115,16 @@ class MHCConnection(Connection):
 
     def __init__(self, place: Place, config: MHCConfig) -> None:
         super().__init__(place.index)
-        n, index = config.num_streams, place.index
-        self.recompute = config.recompute and not place.last_in_layer
+        n = config.num_streams
+        self.recompute = config.recompute and not place.closes_layer
         self.sinkhorn_iters, self.eps = config.sinkhorn_iters, config.eps
         other = (1 - config.comb_diagonal) / (n - 1)
         comb = torch.eye(n) * math.log(config.comb_diagonal / other)
         self.fn = nn.Parameter(torch.zeros((2 + n) * n, n * place.hidden_size))
         self.scale = nn.Parameter(torch.full((3,), config.scale_init))
-        self.base = nn.Parameter(
-            torch.cat([rotating_weights(n, index, config.pre_peak), torch.zeros(n), comb.flatten()])
-        )
+        most_read = {"connections": place.index, "layers": place.layer, "first": 0}[config.pre_pattern]
+        pre = rotating_weights(n, most_read, config.pre_peak)
+        self.base = nn.Parameter(torch.cat([pre, torch.zeros(n), comb.flatten()]))
 
     def weights(self, streams: Tensor) -> Weights:
         """`pre`, `post` and `comb` for streams `[..., n, hidden]`."""
@@ -123,4 +136,4 @@ class MHCConnection(Connection):
             streams, self.fn, self.scale, self.base, self.sinkhorn_iters, self.eps, self.kernels
         )
         write = partial(write_streams, post=post, comb=comb, lend=self.recompute, kernels=self.kernels)
-        return x, Add(streams, write)
+        return x, StreamsAdd(streams, write)

@@ -17,12 +17,14 @@ class Site:
         module, name: the attribute of the layer, or of a module in it, that it becomes.
         kind: "connection"; or "norm" or "linear", what a map applies to the streams.
         begins: whether the streams have just begun, at the start of the stack or by a norm.
+        calls: of a connection, the attributes of `module` that the branch calls.
     """
 
     module: nn.Module
     name: str
     kind: str
     begins: bool
+    calls: tuple[str, ...] = ()
 
 
 @dataclass
@@ -41,14 +43,14 @@ class Rewrite:
     begins: bool = False
     named: bool = True
 
-    def add_site(self, module: nn.Module, name: str, kind: str, begins: bool) -> str:
+    def add_site(self, module: nn.Module, name: str, kind: str, begins: bool, calls: tuple[str, ...] = ()) -> str:
         """Plan a module as `name`, or `name_1` and so on if that is taken; returns the name."""
         if not self.named:
             name = "connection" if kind == "connection" else "map"
         taken = {site.name for site in self.sites if site.module is module}
         candidates = [name, *(f"{name}_{i}" for i in range(1, len(taken) + 2))]
         name = next(c for c in candidates if c not in taken and not hasattr(module, c))
-        self.sites.append(Site(module, name, kind, begins))
+        self.sites.append(Site(module, name, kind, begins, calls))
         return name
 
     def add_method(self, module: nn.Module, name: str, text: str, has_sites: bool) -> None:

@@ -196,7 +196,8 @@ class Rewriter:
         sizes = {name: _num_parameters(getattr(self.trace.module, name, None)) for name in called}
         sublayer = max(sizes, key=sizes.get, default="")
         name = f"{sublayer.removeprefix('self_')}_connection" if sizes.get(sublayer) else "connection"
-        return self.rewrite.add_site(self.trace.module, name, "connection", begins(stream, self.at_entry))
+        begun = begins(stream, self.at_entry)
+        return self.rewrite.add_site(self.trace.module, name, "connection", begun, tuple(called))
 
     def _opening(self, chain: list[Stream]) -> Path:
         """The innermost statement that comes before, or contains, every use of the streams."""
