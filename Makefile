@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test test-oldest lint demo demo-pretrained clean
+.PHONY: test test-oldest lint docs demo demo-pretrained clean
 
 # Everything is installed in .venv, with the versions of constraints.txt.
 .venv/installed: pyproject.toml constraints.txt
@@ -28,6 +28,10 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+docs: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 demo: .venv/installed
 	PATH="$(abspath $(BIN)):$$PATH" recipes/demo.sh
 
@@ -35,4 +39,4 @@ demo-pretrained: .venv/installed
 	$(BIN)/python recipes/pretrained.py --output_dir runs/pretrained
 
 clean:
-	rm -rf .venv .venv-oldest runs
+	rm -rf .venv .venv-oldest runs site

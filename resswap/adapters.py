@@ -48,6 +48,9 @@ def lora_config(
         target_modules: which modules get adapters; by default every linear layer but the head. Connections hold none.
         options: further fields of `LoraConfig`; `modules_to_save` is added to.
 
+    Returns:
+        The config; with the adapter it is saved, and tells `load_adapter` the scheme.
+
     Raises:
         UnsupportedModelError: the model is not converted.
     """

@@ -204,9 +204,15 @@ def revert(model: PreTrainedModel, *, discard_trained: bool = False) -> PreTrain
 
 
 def connections(model: nn.Module) -> dict[str, Connection]:
-    """The connections of a model by name, in the order of depth, an encoder's first; empty if it is not converted.
+    """The connections of a model.
 
     At adds that `layers` or `sites` left out they are plain residuals, with `swapped` False and without parameters.
+
+    Args:
+        model: a converted or a plain model, also wrapped.
+
+    Returns:
+        Name → connection, in the order of depth, an encoder's first; empty if the model is not converted.
 
     Raises:
         UnsupportedModelError: it is no model.
@@ -217,7 +223,13 @@ def connections(model: nn.Module) -> dict[str, Connection]:
 
 
 def diff(model: nn.Module) -> str:
-    """What conversion changed in the source: the unified diff of each rewritten `forward`, one after the other.
+    """What conversion changed in the source.
+
+    Args:
+        model: a converted model.
+
+    Returns:
+        The unified diff of each rewritten `forward`, one after the other.
 
     Raises:
         UnsupportedModelError: the model is not converted.

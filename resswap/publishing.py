@@ -56,8 +56,12 @@ def push_to_hub(
         metrics: name -> value, as measured on held-out data.
         figures: names of image files in the folder.
         tags: more tags than `resswap` and the scheme.
-        private, token, revision, create_pr, commit_message, commit_description: as in
-            `PreTrainedModel.push_to_hub`.
+        private: whether a new repository is private; by default the account's setting.
+        token: for the Hub; by default the one that you are logged in with.
+        revision: the branch to push to, made if need be; by default the main one.
+        create_pr: open a pull request instead of committing to the branch.
+        commit_message: title of the commit.
+        commit_description: text of the commit.
 
     Returns:
         The commit.

@@ -24,8 +24,11 @@ _UNDECAYED = re.compile(r"(^|_)(bias|gate|query|scale)s?$")
 def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that conversion added, by name: the connections' and what goes with them, such as the read-out's.
 
-    Works on wrapped models too (DDP, FSDP, PEFT); under PEFT that includes a connection's original and its copies.
-    Empty if the model is not converted.
+    Args:
+        model: a model, also a wrapped one (DDP, FSDP, PEFT); under PEFT a connection's original and its copies count.
+
+    Returns:
+        Name → parameter, in the order of the model; empty if it is not converted.
     """
     owners = tuple(f"{name}." for name in added_modules(model))
     return {name: parameter for name, parameter in model.named_parameters() if name.startswith(owners)}
@@ -81,6 +84,9 @@ def param_groups(
 def freeze_base(model: PreTrainedModel) -> PreTrainedModel:
     """Train what conversion added, and nothing else ("residual tuning"): sets `requires_grad` of every parameter.
 
+    Args:
+        model: a converted model; it is changed in place.
+
     Returns:
         The same model.
 
@@ -132,7 +138,8 @@ def load_connections(
     Args:
         model: the base model that the connections were trained on.
         name_or_path: a folder with `connections.safetensors`, the file itself, or a repository on the Hub.
-        revision, token: of the repository on the Hub.
+        revision: branch, tag or commit of the repository on the Hub.
+        token: for the Hub; by default the one that you are logged in with.
 
     Returns:
         The same model.

@@ -1,18 +1,21 @@
-"""The code in the README runs as it stands; only the pretrained model is a tiny one."""
+"""The code in the README and in docs/ runs as it stands; only the pretrained model is a tiny one."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
+from typer.testing import CliRunner
 
 import resswap
 from resswap.cli import app
 from resswap.schemes import base
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 @pytest.fixture
@@ -20,7 +23,9 @@ def pretrained(tmp_path, monkeypatch):
     """A folder that from_pretrained finds under the name of the model on the Hub."""
     # What the README registers is gone afterwards.
     monkeypatch.setattr(base, "_SCHEMES", dict(base._SCHEMES))
-    tiny("llama", vocab_size=256).save_pretrained(tmp_path / "HuggingFaceTB/SmolLM2-135M")
+    folder = tmp_path / "HuggingFaceTB/SmolLM2-135M"
+    tiny("llama", vocab_size=300).save_pretrained(folder)
+    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
     monkeypatch.chdir(tmp_path)
 
 
@@ -35,6 +40,27 @@ def test_python_blocks_run_one_after_the_other(pretrained, capsys):
     assert len(resswap.connections(AutoModelForCausalLM.from_pretrained("smollm2-mhc"))) == 6
 
 
+@pytest.mark.parametrize("page", sorted(path.name for path in ROOT.glob("docs/*.md")))
+def test_python_blocks_of_a_page_run_one_after_the_other(pretrained, page, tmp_path):
+    namespace = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL):
+        exec(compile(block, page, "exec"), namespace)
+    if "model" in namespace:  # the last one is a converted model, which computes what the plain one does
+        ids = torch.arange(20)[None]
+        plain = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+        assert resswap.connections(namespace["model"])
+        torch.testing.assert_close(namespace["model"](ids).logits, plain(ids).logits)
+
+
+def test_command_lines_run(pretrained):
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("resswap ")]
+    for line in lines:
+        result = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert result.exit_code == 0, result.output
+    assert len(lines) == 2 and "residual" in Path("report.html").read_text()
+
+
 def test_the_commands_are_those_that_there_are():
     described = set(re.findall(r"^\| `resswap (\w+)", README, re.MULTILINE))
     commands = [command.name or command.callback.__name__ for command in app.registered_commands]
@@ -47,8 +73,9 @@ def test_the_diff_is_what_resswap_shows():
 
 
 def test_every_scheme_is_in_the_table():
-    for scheme in resswap.available_schemes():
-        assert f"| `{scheme}` |" in README
+    for scheme, config in resswap.available_schemes().items():
+        row = re.search(rf"^\| `{scheme}` \|.*", README, re.MULTILINE)[0]
+        assert f"| {'yes' if config.preserves_function else 'no'} |" in row
 
 
 def test_logits_stay(pretrained):

@@ -60,7 +60,10 @@ class _DepthAttentionConfig(SourcesConfig):
 @register_scheme
 @dataclass(frozen=True)
 class AttnResConfig(_DepthAttentionConfig):
-    """Options of the scheme `attnres`: the embedding and every sublayer's output are sources (section 3.1)."""
+    """Options of the scheme `attnres`: the embedding and every sublayer's output are sources.
+
+    Kimi, arXiv 2603.15031, section 3.1.
+    """
 
     scheme: ClassVar[str] = "attnres"
 
@@ -73,8 +76,8 @@ class AttnResConfig(_DepthAttentionConfig):
 class BlockAttnResConfig(_DepthAttentionConfig):
     """Options of the scheme `block_attnres`: the embedding, the sum of each block of sublayers, and the running block.
 
-    The connections are cut into `num_blocks` runs of equal length (section 3.2), at most one block for each; or where
-    `block_starts` says.
+    Kimi, arXiv 2603.15031, section 3.2. The connections are cut into `num_blocks` runs of equal length, at most one
+    block for each; or where `block_starts` says.
     """
 
     scheme: ClassVar[str] = "block_attnres"

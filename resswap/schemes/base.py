@@ -35,7 +35,11 @@ class ResidualModule(nn.Module):
     tower: str = "decoder"
 
     def weights(self, streams: Any) -> Weights:
-        """How it weighs what it is given, for diagnostics. By default nothing is known."""
+        """How it weighs what it is given, for diagnostics. By default nothing is known.
+
+        Args:
+            streams: what its `forward` takes.
+        """
         return Weights()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -74,8 +78,8 @@ class Add:
     """How a branch is added: called with its output `[batch, seq, hidden]`, it gives the new streams.
 
     Args:
-        streams: the streams that the branch has read.
-        write: a function of streams and output that gives the new streams.
+        streams: the streams that the branch has read: a tensor, or what has a `map` over its tensors.
+        write: a function of streams and output that gives the new streams, in the streams' dtype.
     """
 
     def __init__(self, streams: Any, write: Callable[[Any, Tensor], Any]) -> None:
@@ -87,7 +91,8 @@ class Add:
     def through(self, function: Callable[[Tensor], Tensor]) -> "Add":
         """The same add to streams that a scale, cast or reshape was applied to, as in `alpha * residual + y`.
 
-        A tensor is one stream; what is no tensor has a `map`.
+        Args:
+            function: of hidden states `[batch, seq, hidden]`. A tensor is one stream; what is no tensor has a `map`.
         """
         streams = self.streams
         return type(self)(function(streams) if isinstance(streams, Tensor) else streams.map(function), self.write)
@@ -131,6 +136,9 @@ def option(default: Any, help: str, allowed: str, check: Callable[[Any], bool] =
         help: one sentence for users.
         allowed: what values are allowed, in words.
         check: whether a value of the right type is allowed.
+
+    Returns:
+        A `dataclasses.field`, with all of this in its `metadata`.
     """
     return dataclasses.field(default=default, metadata={"help": help, "allowed": allowed, "check": check})
 
@@ -163,15 +171,30 @@ class SchemeConfig:
                 raise OptionError(f"{self.scheme}: {field.name}={value!r}; allowed: {field.metadata['allowed']}.")
 
     def connection(self, place: Place) -> Connection:
-        """The connection at `place`, initialised without random numbers; it is cast to its layer's dtype later."""
+        """The connection at an add, initialised without random numbers; it is cast to its layer's dtype later.
+
+        Args:
+            place: where in the stack the add is.
+
+        Raises:
+            OptionError: an option does not fit the model, such as a block that starts beyond the last connection.
+        """
         raise NotImplementedError
 
     def plain_connection(self, place: Place) -> Connection:
-        """The connection at an add that is not swapped: the plain residual, on the streams of this scheme."""
+        """The connection at an add that is not swapped: the plain residual, on the streams of this scheme.
+
+        Args:
+            place: where in the stack the add is.
+        """
         return PlainConnection(place.index)
 
     def expand(self, hidden_size: int) -> ResidualModule:
-        """The module that makes the streams of the hidden states, before the first layer."""
+        """The module that makes the streams of the hidden states `[batch, seq, hidden]`, before the first layer.
+
+        Args:
+            hidden_size: of the model.
+        """
         return OneStream()
 
     def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
@@ -179,13 +202,22 @@ class SchemeConfig:
 
         Its `forward` takes the streams and a function of hidden states, a norm or a linear one, and gives the new
         streams; without a function, it gives hidden states that stand for the streams.
+
+        Args:
+            hidden_size: of the model.
+            is_norm: whether the function is a norm; otherwise it is linear.
         """
         return OneStream()
 
     def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
         """The module that makes hidden states of the streams, after the last layer.
 
-        It is also called on what each layer returns where a model is asked for hidden states.
+        It is also called on what each layer returns where a model is asked for hidden states, and on hidden states
+        `[batch, seq, hidden]`, which go through as they are.
+
+        Args:
+            hidden_size: of the model.
+            num_layers: of the stack.
         """
         return OneStream()
 
@@ -213,6 +245,9 @@ def register_scheme(config_class: type[SchemeConfig]) -> type[SchemeConfig]:
     Args:
         config_class: a frozen dataclass derived from `SchemeConfig`. Defining it again, as a notebook's cell does,
             replaces it.
+
+    Returns:
+        The same class.
 
     Raises:
         OptionError: it is no such class, or the name is taken.

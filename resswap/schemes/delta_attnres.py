@@ -22,9 +22,9 @@ from .weights import Weights
 class DeltaAttnResConfig(SourcesConfig):
     """Options of the scheme `delta_attnres`: a branch reads the stream plus a gated attention over earlier deltas.
 
-    A delta is what a sublayer added to the stream, or the sum over a block of sublayers. The stream is that of the
-    plain residual, and with the gate at 0 the model computes what it did. A norm on the residual path (post-norm
-    models) applies to the stream, and leaves the deltas as they are.
+    Of arXiv 2605.18855. A delta is what a sublayer added to the stream, or the sum over a block of sublayers. The
+    stream is that of the plain residual, and with the gate at 0 the model computes what it did. A norm on the residual
+    path (post-norm models) applies to the stream, and leaves the deltas as they are.
     """
 
     scheme: ClassVar[str] = "delta_attnres"

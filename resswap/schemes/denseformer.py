@@ -17,11 +17,11 @@ from .weights import Weights
 @register_scheme
 @dataclass(frozen=True)
 class DenseFormerConfig(SourcesConfig):
-    """Options of the scheme `denseformer`.
+    """Options of the scheme `denseformer`: after each layer a weighted average over depth.
 
-    `Y_i = Σ_j α_ij X_j` (equation 2): X_0 is the embedding and X_i what layer i makes of Y_{i-1} by its own plain
-    residuals; α_i is static, one number for each j. At conversion α_ii is 1 and the others are 0. An average stands at
-    the first add of the next layer: where `layers` or `sites` leaves that out, there is none.
+    `Y_i = Σ_j α_ij X_j` (arXiv 2402.02622, equation 2): X_0 is the embedding and X_i what layer i makes of Y_{i-1}
+    by its own plain residuals; α_i is static, one number for each j. At conversion α_ii is 1 and the others are 0. An
+    average stands at the first add of the next layer: where `layers` or `sites` leaves that out, there is none.
     """
 
     scheme: ClassVar[str] = "denseformer"

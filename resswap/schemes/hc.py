@@ -18,9 +18,9 @@ from .weights import Weights
 @register_scheme
 @dataclass(frozen=True)
 class HCConfig(StreamsConfig):
-    """Options of the scheme `hc`.
+    """Options of the scheme `hc`: n streams with unconstrained weights (arXiv 2409.19606, sections 2.1 and 2.2).
 
-    Initialised as in section 2.3 of the paper: connection l reads stream l mod n, every stream gets the branch's
+    Initialised as in section 2.3: connection l reads stream l mod n, every stream gets the branch's
     output, and the streams are not mixed. The read-out is the mean of the streams where the paper sums them, so that
     the model computes what it did. The paper's normalisation has a weight, which is part of `fn` here.
     """

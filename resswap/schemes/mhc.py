@@ -27,7 +27,10 @@ from .weights import Weights
 @register_scheme
 @dataclass(frozen=True)
 class MHCConfig(StreamsConfig):
-    """Options of the scheme `mhc`.
+    """Options of the scheme `mhc`: n streams, mixed by a doubly stochastic matrix that depends on the token.
+
+    DeepSeek, arXiv 2512.24880, section 4.2: the coefficients are those of equations 7 and 8, with the Sinkhorn-Knopp
+    iteration of equation 9; streams are read, mixed and written as in equation 3.
 
     Straight after conversion all streams are equal, `pre` sums to 1, `post` is 1 and `comb` is doubly stochastic, so
     the model computes what it did. `pre_peak` makes the streams part once training starts. `comb_diagonal` weighs two

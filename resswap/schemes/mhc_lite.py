@@ -19,7 +19,7 @@ from .weights import Weights
 @register_scheme
 @dataclass(frozen=True)
 class MHCLiteConfig(StreamsConfig):
-    """Options of the scheme `mhc_lite`.
+    """Options of the scheme `mhc_lite` (arXiv 2601.05732, by the theorem of Birkhoff and von Neumann).
 
     As `mhc`, but `comb` is a convex combination of the n! permutations with a softmax for its weights: exactly doubly
     stochastic, without Sinkhorn-Knopp. Straight after conversion the identity weighs most, and the other permutations
