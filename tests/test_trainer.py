@@ -14,8 +14,10 @@ import resswap
 KEYS = {
     "mhc": {"stream_spread", "doubly_stochastic_error", "gain_forward", "gain_backward"},
     "hc": {"stream_spread", "doubly_stochastic_error", "gain_forward", "gain_backward"},
+    "mhc_lite": {"stream_spread", "doubly_stochastic_error", "gain_forward", "gain_backward"},
     "attnres": {"depth_entropy", "depth_entropy_last"},
     "block_attnres": {"depth_entropy", "depth_entropy_last"},
+    "delta_attnres": {"depth_entropy", "depth_entropy_last"},
 }
 COMMON = {"grad_norm", "stream_rms_first", "stream_rms_last", "stream_rms_max"}
 
