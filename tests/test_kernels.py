@@ -130,15 +130,15 @@ def test_few_tokens_without_gradients(scheme, dtype, tolerance):
     torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=tolerance * size)
 
 
-@pytest.mark.parametrize("size", [1, 50, 1000])
-def test_few_tokens_with_large_logits(size):
+@pytest.mark.parametrize(("size", "kernels_"), [(1, "eager"), (50, "eager"), (1000, "eager"), (50, "compile")])
+def test_few_tokens_with_large_logits(size, kernels_):
     n, generator = 4, torch.Generator().manual_seed(0)
     streams = torch.randn(1, 2, n, 8, generator=generator)
     fn, scale = torch.zeros((2 + n) * n, n * 8), torch.ones(3)
     base = size * (2 * torch.rand((2 + n) * n, generator=generator) - 1)
     expected = mhc_read(streams, fn.requires_grad_(), scale, base, ITERS, EPS)
     with torch.no_grad():
-        got = mhc_read(streams, fn, scale, base, ITERS, EPS)
+        got = mhc_read(streams, fn, scale, base, ITERS, EPS, kernels_)
     for few, many in zip(got, expected, strict=True):
         assert few.isfinite().all()
         if size < 1000:

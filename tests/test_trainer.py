@@ -15,8 +15,11 @@ from resswap.schemes import ResidualModule
 KEYS = {
     "mhc": {"stream_spread", "doubly_stochastic_error", "gain_forward", "gain_backward"},
     "hc": {"stream_spread", "doubly_stochastic_error", "gain_forward", "gain_backward"},
+    "mhc_lite": {"stream_spread", "doubly_stochastic_error", "gain_forward", "gain_backward"},
     "attnres": {"read_entropy", "read_entropy_last", "read_dominance"},
     "block_attnres": {"read_entropy", "read_entropy_last", "read_dominance"},
+    "delta_attnres": {"read_entropy", "read_entropy_last", "read_dominance"},
+    "denseformer": {"read_entropy", "read_entropy_last", "read_dominance"},
 }
 COMMON = {
     "grad_norm",

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .eager_kernels import Kernels
+from .few_tokens import LARGEST_LOGIT
 from .precision import wide
 from .spans import spans
 
@@ -93,6 +94,29 @@ def source_gradient(
     v: Tensor, grad: Tensor, weight: Tensor, shrink: Tensor, grad_product: Tensor, probe: Tensor
 ) -> Tensor:
     return (weight[:, None] * grad + shrink[:, None] * v + grad_product[:, None] * probe).to(v.dtype)
+
+
+@torch.compile
+def mhc_read_few_compiled(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, sinkhorn_iters: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`mhc_read` for a few tokens without gradients, all in one: (x, post, comb)."""
+    shape, n = streams.shape[:-1], streams.shape[-2]
+    x = streams.reshape(-1, n, streams.shape[-1]).to(wide(streams.dtype))
+    rows, scale, base = x.flatten(1), scale.to(x.dtype), base.to(x.dtype)
+    mixes = (rows @ fn.to(x.dtype).t()) * (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
+    pre = (mixes[:, :n] * scale[0] + base[:n]).sigmoid()
+    post = 2 * (mixes[:, n : 2 * n] * scale[1] + base[n : 2 * n]).sigmoid()
+    logits = (mixes[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).double()
+    # As in few_tokens: the matrices are u K v, each number of u and v a variable of its own.
+    k = [row.unbind(-1) for row in (logits - logits.amax(-1, keepdim=True)).clamp(min=-LARGEST_LOGIT).exp().unbind(1)]
+    v = [torch.ones_like(k[0][0])] * n
+    for _ in range(sinkhorn_iters):
+        u = [1 / sum(k[i][j] * v[j] for j in range(n)) for i in range(n)]
+        v = [1 / sum(k[i][j] * u[i] for i in range(n)) for j in range(n)]
+    comb = torch.stack([torch.stack([u[i] * k[i][j] * v[j] for j in range(n)], -1) for i in range(n)], 1)
+    branch_input = (pre[:, :, None] * x).sum(1).to(streams.dtype)
+    return branch_input.view(*shape[:-1], -1), post.view(shape), comb.to(x.dtype).view(*shape, n)
 
 
 COMPILED = Kernels(

@@ -15,12 +15,12 @@ from .precision import no_autocast, wide
 
 FEW_TOKENS = 16
 # exp of this and of its negative, multiplied by each other and by a few numbers more, are far from float64's limits.
-_LARGEST_LOGIT = 300.0
+LARGEST_LOGIT = 300.0
 
 
-def are_few(tensor: Tensor, shape: torch.Size) -> bool:
+def are_few(shape: torch.Size) -> bool:
     """Whether `shape`, the dimensions of a tensor that are tokens, is of a few, and no gradient will be asked for."""
-    return tensor.device.type == "cpu" and shape.numel() <= FEW_TOKENS and not torch.is_grad_enabled()
+    return shape.numel() <= FEW_TOKENS and not torch.is_grad_enabled()
 
 
 def mhc_read_few(
@@ -31,15 +31,14 @@ def mhc_read_few(
     with no_autocast(streams):
         x = streams.reshape(-1, n, hidden).to(wide(streams.dtype))
         rows = x.reshape(-1, n * hidden)
-        projected = torch.nn.functional.linear(rows, fn.to(rows.dtype)).numpy().astype(np.float64)
-        norm = torch.linalg.vector_norm(rows, dim=-1).numpy().astype(np.float64)
-        scale, base = scale.detach().to(rows.dtype).numpy(), base.detach().to(rows.dtype).numpy()
-        projected /= np.sqrt(norm * norm / rows.shape[1] + eps)[:, None]
-        gates = projected[:, : 2 * n] * scale[:2].repeat(n) + base[: 2 * n]
-        gates = 1 / (1 + np.exp(np.minimum(-gates, _LARGEST_LOGIT)))
+        projected = torch.nn.functional.linear(rows, fn.to(rows.dtype)).numpy()
+        norm = torch.linalg.vector_norm(rows, dim=-1).numpy()[:, None]
+        scale, base = (parameter.detach().to(rows.dtype).numpy() for parameter in (scale, base))
+        mixes = projected * scale.repeat([n, n, n * n]) / np.sqrt(norm * norm / rows.shape[1] + eps) + base
+        gates = 0.5 + 0.5 * np.tanh(0.5 * mixes[:, : 2 * n])  # sigmoids
         gates[:, n:] *= 2
-        comb = _sinkhorn((projected[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n), sinkhorn_iters)
-        gates, comb = torch.from_numpy(gates).to(rows.dtype), torch.from_numpy(comb).to(rows.dtype)
+        comb = _sinkhorn(mixes[:, 2 * n :].reshape(-1, n, n).astype(np.float64), sinkhorn_iters)
+        gates, comb = torch.from_numpy(gates), torch.from_numpy(comb.astype(mixes.dtype))
         shape = streams.shape[:-1]
         branch_input = product_of(gates[:, None, :n], x).to(streams.dtype).view(*shape[:-1], hidden)
         return branch_input, streams, gates[:, n:].view(shape), comb.view(*shape, n)
@@ -47,7 +46,7 @@ def mhc_read_few(
 
 def _sinkhorn(logits: np.ndarray, iters: int) -> np.ndarray:
     """`sinkhorn` for `[T, n, n]`: with K = exp(logits) the matrices are u K v, and a round is u = 1/Kv, v = 1/K'u."""
-    matrices = np.exp(np.maximum(logits - logits.max(-1, keepdims=True), -_LARGEST_LOGIT))
+    matrices = np.exp(np.maximum(logits - logits.max(-1, keepdims=True), -LARGEST_LOGIT))
     transposed = matrices.swapaxes(1, 2)
     v = np.ones((*matrices.shape[:2], 1))
     u = np.empty_like(v)

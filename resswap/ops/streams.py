@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .compiled_kernels import COMPILED, mhc_read_few_compiled
 from .few_tokens import are_few, mhc_read_few, write_few
 from .kernels import kernels_for
 from .plain import needs_plain
@@ -67,7 +68,7 @@ def write_streams(
     """
     if needs_plain():
         return write_streams_reference(streams, y, post, comb)
-    if are_few(streams, streams.shape[:-2]) and post.dim() > 1:
+    if streams.device.type == "cpu" and are_few(streams.shape[:-2]) and post.dim() > 1:
         return write_few(streams, y, post, comb)
     shape = streams.shape[:-1]
     post, comb = post.expand(shape), comb.expand(*shape, shape[-1])
@@ -93,8 +94,12 @@ def mhc_read(
     """
     if needs_plain():
         return mhc_read_reference(streams, fn, scale, base, sinkhorn_iters, eps)
-    if are_few(streams, streams.shape[:-2]):
-        return mhc_read_few(streams, fn, scale, base, sinkhorn_iters, eps)
+    if are_few(streams.shape[:-2]):
+        if kernels_for(kernels, streams.device) is COMPILED:
+            x, post, comb = mhc_read_few_compiled(streams, fn, scale, base, sinkhorn_iters, eps)
+            return x, streams, post, comb
+        if streams.device.type == "cpu":
+            return mhc_read_few(streams, fn, scale, base, sinkhorn_iters, eps)
     head = partial(mhc_head, n=streams.shape[-2], sinkhorn_iters=sinkhorn_iters)
     return dynamic_read(streams, fn, scale, base, head, eps, kernels)
 
