@@ -59,16 +59,16 @@ def convert(
         scheme: a key of `resswap.available_schemes()`.
         towers: "decoder", or "all" for the encoder of an encoder-decoder as well, with streams of its own from its
             first layer to its last. A model without an encoder beside its decoder refuses "all".
-        param_dtype: dtype of the new parameters, which they keep whatever the model is cast to or loaded in. If not
-            given, they take that of the layer's own parameters, and follow it. The arithmetic of the coefficients is
-            float32 (float64 for a float64 model) in any case.
-        kernels: how the inner loops of the connections run, see `set_kernels`.
         layers: which layers to convert, as indices (negative ones from the end) or as a slice. The adds of the others
             remain plain residuals, on the scheme's streams: they read the mean of streams or the sum of sources, and
             add to each stream or to the list of sources. The read-out at the end is the scheme's in any case. By
             default all.
         sites: "attention" converts the adds of attention and of whatever else mixes tokens, "mlp" those of all other
             sublayers; where both are parallel, there is one add for either. By default "all".
+        param_dtype: dtype of the new parameters, which they keep whatever the model is cast to or loaded in. If not
+            given, they take that of the layer's own parameters, and follow it. The arithmetic of the coefficients is
+            float32 (float64 for a float64 model) in any case.
+        kernels: how the inner loops of the connections run, see `set_kernels`.
         options: the scheme's options, fields of the dataclass in `resswap.available_schemes()`.
 
     Returns:

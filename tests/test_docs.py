@@ -110,6 +110,11 @@ def test_docstrings_say_what_goes_in_and_comes_out(name):
     assert texts.get("Raises") or name in ("added_parameters", "available_schemes", "option")
 
 
+def test_the_changelog_has_the_version():
+    versions = re.findall(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == resswap.__version__
+
+
 def test_imports_go_one_way():
     """What a file imports stands in its own row of the table in CONTRIBUTING.md, or below."""
     rows = re.findall(r"^\| (`.*?`) \| ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
