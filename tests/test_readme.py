@@ -4,10 +4,11 @@ import re
 import shlex
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from tiny import tiny
-from transformers import AutoModelForCausalLM, ByT5Tokenizer
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, Trainer, TrainingArguments
 from typer.testing import CliRunner
 
 import resswap
@@ -50,6 +51,19 @@ def test_python_blocks_of_a_page_run_one_after_the_other(pretrained, page, tmp_p
         plain = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
         assert resswap.connections(namespace["model"])
         torch.testing.assert_close(namespace["model"](ids).logits, plain(ids).logits)
+
+
+def test_the_training_loops_of_the_recipes_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = {"torch": torch, "peft": peft, "resswap": resswap, "Trainer": Trainer}
+    given |= {"args": TrainingArguments(output_dir="out", max_steps=1, logging_steps=1, report_to=[], use_cpu=True)}
+    given |= {"dataset": [{"input_ids": torch.arange(9), "labels": torch.arange(9)}]}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "recipes/README.md").read_text(), re.DOTALL):
+        given |= {"model": resswap.convert(tiny()), "base_model": tiny()}
+        exec(compile(block, "recipes/README.md", "exec"), given)
+    given["trainer"].train()
+    assert Path("small/connections.safetensors").is_file() and Path("adapter/adapter_config.json").is_file()
+    assert any("residual/gain_forward" in entry for entry in given["trainer"].state.log_history)
 
 
 def test_command_lines_run(pretrained):
