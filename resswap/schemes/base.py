@@ -35,11 +35,7 @@ class ResidualModule(nn.Module):
     tower: str = "decoder"
 
     def weights(self, streams: Any) -> Weights:
-        """How it weighs what it is given, for diagnostics. By default nothing is known.
-
-        Args:
-            streams: what its `forward` takes.
-        """
+        """How it weighs the streams that its `forward` takes, for diagnostics. By default nothing is known."""
         return Weights()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -89,11 +85,8 @@ class Add:
         return self.write(self.streams, y)
 
     def through(self, function: Callable[[Tensor], Tensor]) -> "Add":
-        """The same add to streams that a scale, cast or reshape was applied to, as in `alpha * residual + y`.
-
-        Args:
-            function: of hidden states `[batch, seq, hidden]`. A tensor is one stream; what is no tensor has a `map`.
-        """
+        """The same add to streams that a function of hidden states, a scale, cast or reshape, was applied to, as in
+        `alpha * residual + y`. A tensor is one stream; what is no tensor has a `map`."""
         streams = self.streams
         return type(self)(function(streams) if isinstance(streams, Tensor) else streams.map(function), self.write)
 
@@ -171,10 +164,7 @@ class SchemeConfig:
                 raise OptionError(f"{self.scheme}: {field.name}={value!r}; allowed: {field.metadata['allowed']}.")
 
     def connection(self, place: Place) -> Connection:
-        """The connection at an add, initialised without random numbers; it is cast to its layer's dtype later.
-
-        Args:
-            place: where in the stack the add is.
+        """The connection at `place`, initialised without random numbers; it is cast to its layer's dtype later.
 
         Raises:
             OptionError: an option does not fit the model, such as a block that starts beyond the last connection.
@@ -182,19 +172,11 @@ class SchemeConfig:
         raise NotImplementedError
 
     def plain_connection(self, place: Place) -> Connection:
-        """The connection at an add that is not swapped: the plain residual, on the streams of this scheme.
-
-        Args:
-            place: where in the stack the add is.
-        """
+        """The connection at an add that is not swapped: the plain residual, on the streams of this scheme."""
         return PlainConnection(place.index)
 
     def expand(self, hidden_size: int) -> ResidualModule:
-        """The module that makes the streams of the hidden states `[batch, seq, hidden]`, before the first layer.
-
-        Args:
-            hidden_size: of the model.
-        """
+        """The module that makes the streams of the hidden states `[batch, seq, hidden]`, before the first layer."""
         return OneStream()
 
     def stream_map(self, hidden_size: int, is_norm: bool) -> ResidualModule:
@@ -204,7 +186,6 @@ class SchemeConfig:
         streams; without a function, it gives hidden states that stand for the streams.
 
         Args:
-            hidden_size: of the model.
             is_norm: whether the function is a norm; otherwise it is linear.
         """
         return OneStream()
@@ -214,10 +195,6 @@ class SchemeConfig:
 
         It is also called on what each layer returns where a model is asked for hidden states, and on hidden states
         `[batch, seq, hidden]`, which go through as they are.
-
-        Args:
-            hidden_size: of the model.
-            num_layers: of the stack.
         """
         return OneStream()
 
