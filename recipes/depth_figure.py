@@ -33,14 +33,15 @@ def draw(record: dict[str, Any], path: Path) -> None:
     for axis, when in ((before, "initial"), (after, "trained")):
         for name, found in gradients.items():
             values = numbers(found[when]["measures"][:-1], "gradient_norm")
-            # Equal lines lie on each other: the later ones are thinner.
+            # At initialisation three lines lie on each other: the later ones are thinner.
             plot(axis, name, values, linewidth=3.5 if name == "residual" else 1.3)
     title = f"(b) gradient at each branch's output, {layers} layers"
     finish(before, f"{title},\nat initialisation", "norm of the gradient", log=True)
     finish(after, f"{title},\nafter training", "norm of the gradient", log=True)
     for name, found in single_stream.items():
-        plot(sizes, name, [size(m) for m in found["trained"]["measures"]])
-        plot(shares, name, found["shares"])
+        width = 3.5 if name == "residual" else 1.3
+        plot(sizes, name, [size(m) for m in found["trained"]["measures"]], linewidth=width)
+        plot(shares, name, [nan(share) for share in found["shares"]], linewidth=width)
     initial = [size(m) for m in runs["residual"]["initial"]["measures"]]
     plot(sizes, "residual", initial, "pre-norm, at initialisation", linestyle=":")
     finish(sizes, f"(c) size of the stream, {layers} layers,\nafter training", "root mean square", log=True)
@@ -73,6 +74,7 @@ def draw_curves(axis: "Axes", record: dict[str, Any]) -> None:
                 linestyle=["-", "--", "-.", ":"][index % 4],
                 label=f"{NAMES[name]}, {layers} layers",
             )
+    axis.set_ylim(top=1.4 * record["unigram_loss"])  # the first steps are off the panel
     finish(axis, "(a) training without and with a shortcut", "training loss (nats per byte)", xlabel="step")
 
 

@@ -3,8 +3,8 @@
     python recipes/depth_study.py --output_dir runs/depth_study
 
 Small byte-level LLaMAs are trained on the text that comes with Python: (a) with and without a shortcut at several
-depths; and at one depth with other schemes too, to see (b) gradients, (c) the stream, (e) the product of the mixing
-matrices. (d) needs no model: how fast Sinkhorn-Knopp comes to doubly stochastic matrices.
+depths; at one depth with other schemes too, to see (b) gradients, (c) the stream, (e) the product of the mixing
+matrices. (d) shows how fast Sinkhorn-Knopp comes to doubly stochastic matrices.
 """
 
 import itertools
@@ -48,9 +48,9 @@ class DepthArguments:
     compare_layers: int | None = field(
         default=None, metadata={"help": "Which of them to train with every scheme; by default the middle one."}
     )
-    hidden_size: int = field(default=64, metadata={"help": "Hidden size, a multiple of 16."})
-    max_train_steps: int = field(default=240, metadata={"help": "Steps of each training."})
-    batch_size: int = field(default=8, metadata={"help": "Blocks per step."})
+    hidden_size: int = field(default=48, metadata={"help": "Hidden size, a multiple of 16."})
+    max_train_steps: int = field(default=180, metadata={"help": "Steps of each training."})
+    batch_size: int = field(default=4, metadata={"help": "Blocks per step."})
     block_size: int = field(default=64, metadata={"help": "Tokens (bytes) per block."})
     learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of AdamW, for every model."})
     max_eval_samples: int = field(default=64, metadata={"help": "Held-out blocks to evaluate on."})
