@@ -74,8 +74,9 @@ def draw_curves(axis: "Axes", record: dict[str, Any]) -> None:
                 linestyle=["-", "--", "-.", ":"][index % 4],
                 label=f"{NAMES[name]}, {layers} layers",
             )
-    axis.set_ylim(top=1.4 * record["unigram_loss"])  # the first steps are off the panel
+    axis.set_ylim(top=1.5 * record["unigram_loss"])  # the first steps are off the panel
     finish(axis, "(a) training without and with a shortcut", "training loss (nats per byte)", xlabel="step")
+    axis.legend(fontsize=8, ncols=2)
 
 
 def draw_losses(axis: "Axes", record: dict[str, Any]) -> None:
