@@ -41,7 +41,7 @@ class CompareArguments:
     output_dir: str = field(metadata={"help": "Folder for the runs, the tables and the figure."})
     model_type: str = field(default="llama", metadata={"help": "The kind of model, from scratch, on bytes."})
     config_overrides: str = field(
-        default="hidden_size=64,intermediate_size=176,num_hidden_layers=6,num_attention_heads=4",
+        default="hidden_size=64,intermediate_size=176,num_hidden_layers=6,num_attention_heads=4,initializer_range=0.1",
         metadata={"help": "Changes to its default config."},
     )
     schemes: list[str] = field(
@@ -57,12 +57,12 @@ class CompareArguments:
         metadata={"help": "Peak rates of the sweep. Each scheme takes the one with the lowest loss on tuning blocks."},
     )
     max_train_steps: int = field(default=80, metadata={"help": "Steps of a run at equal steps."})
-    sweep_steps: int = field(default=40, metadata={"help": "Steps of a run of the sweep."})
+    sweep_steps: int = field(default=50, metadata={"help": "Steps of a run of the sweep."})
     deep_config_overrides: str = field(
-        default="hidden_size=32,intermediate_size=88,num_hidden_layers=24,num_attention_heads=4",
+        default="hidden_size=32,intermediate_size=88,num_hidden_layers=24,num_attention_heads=4,initializer_range=0.1",
         metadata={"help": "The deep and narrow model on which `none` is compared with the plain one."},
     )
-    deep_steps: int = field(default=100, metadata={"help": "Steps of its runs; 0 leaves this part out."})
+    deep_steps: int = field(default=60, metadata={"help": "Steps of its runs; 0 leaves this part out."})
     timing_rounds: int = field(default=9, metadata={"help": "Rounds in which a step of each scheme is timed."})
     train_file: str | None = field(
         default=None, metadata={"help": "Text to train on; by default what CPython carries as documentation."}
@@ -70,9 +70,9 @@ class CompareArguments:
     validation_split_percentage: float = field(
         default=5, metadata={"help": "Percentage held out: its first half chooses the rates, its second is reported."}
     )
-    block_size: int = field(default=128, metadata={"help": "Tokens per block."})
+    block_size: int = field(default=64, metadata={"help": "Tokens per block."})
     batch_size: int = field(default=4, metadata={"help": "Blocks per step."})
-    eval_steps: int = field(default=40, metadata={"help": "Steps between points of the curves."})
+    eval_steps: int = field(default=50, metadata={"help": "Steps between points of the curves."})
 
     def __post_init__(self) -> None:
         bounds = {"deep_steps": 0, "block_size": 2}
