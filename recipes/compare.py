@@ -56,13 +56,13 @@ class CompareArguments:
         default_factory=lambda: [3e-3, 1e-2, 3e-2],
         metadata={"help": "Peak rates of the sweep. Each scheme takes the one with the lowest loss on tuning blocks."},
     )
-    max_train_steps: int = field(default=80, metadata={"help": "Steps of a run at equal steps."})
-    sweep_steps: int = field(default=50, metadata={"help": "Steps of a run of the sweep."})
+    max_train_steps: int = field(default=300, metadata={"help": "Steps of a run at equal steps."})
+    sweep_steps: int = field(default=100, metadata={"help": "Steps of a run of the sweep."})
     deep_config_overrides: str = field(
         default="hidden_size=32,intermediate_size=88,num_hidden_layers=24,num_attention_heads=4,initializer_range=0.1",
         metadata={"help": "The deep and narrow model on which `none` is compared with the plain one."},
     )
-    deep_steps: int = field(default=60, metadata={"help": "Steps of its runs; 0 leaves this part out."})
+    deep_steps: int = field(default=200, metadata={"help": "Steps of its runs; 0 leaves this part out."})
     timing_rounds: int = field(default=9, metadata={"help": "Rounds in which a step of each scheme is timed."})
     train_file: str | None = field(
         default=None, metadata={"help": "Text to train on; by default what CPython carries as documentation."}
