@@ -98,7 +98,9 @@ def test_means_and_gains(runs, report):
 
 def test_all_start_from_the_same_function(report):
     for scheme in ("mhc", "attnres"):
-        for own, plain in zip(*(report["main"][name]["equal_steps"]["curves"] for name in (scheme, "residual")), strict=True):
+        for own, plain in zip(
+            *(report["main"][name]["equal_steps"]["curves"] for name in (scheme, "residual")), strict=True
+        ):
             assert own[0] == pytest.approx(plain[0], abs=1e-5)
             assert own[-1][1] < own[0][1]
             assert [step for step, _ in own] == [0, 4, 8]
