@@ -13,6 +13,7 @@ from transformers.utils import logging
 from resswap import surgery
 from resswap.auto import register_auto_classes
 from resswap.bundle import bundle
+from resswap.changes import made_for_now, make_changes
 from resswap.configuration import (
     TOWERS,
     Code,
@@ -27,7 +28,7 @@ from resswap.configuration import (
 )
 from resswap.errors import CheckpointError, OptionError, UnsupportedModelError
 from resswap.ops import KERNELS
-from resswap.planning import Change, plan_conversion
+from resswap.planning import plan_conversion
 from resswap.preconditions import check_convertible, drop_dequantized_flag
 from resswap.publishing import hub_id, published_class, unpublished_class
 from resswap.schemes import Connection, ResidualConfig, ResidualModule, SchemeConfig, scheme_config
@@ -266,48 +267,14 @@ def plain_connections(model: PreTrainedModel) -> Iterator[None]:
     """
     check_convertible(model)
     changes = plan_conversion(model, ResidualConfig(), None, TOWERS["decoder"], Selection())
-    states = _states(changes)
-    try:
-        _apply(changes)
+    with made_for_now(changes):
         yield
-    finally:
-        _undo(changes, states)
 
 
 def _install(
     model: PreTrainedModel, config: SchemeConfig, param_dtype: torch.dtype | None, towers: str, selection: Selection
 ) -> None:
-    changes = plan_conversion(model, config, param_dtype, TOWERS[towers], selection)
-    states = _states(changes)
-    try:
-        _apply(changes)
-    except BaseException:
-        _undo(changes, states)
-        raise
-
-
-def _apply(changes: list[Change]) -> None:
-    for change in changes:
-        for name, child in change.children.items():
-            change.module.add_module(name, child)
-        change.module.__class__ = change.new_class
-        vars(change.module).pop("forward", None)  # what removed hooks leave behind: the old class's forward
-
-
-def _states(changes: list[Change]) -> list[tuple[type[nn.Module], dict[str, Any]]]:
-    """The class of each module, and a forward of its own if it has one."""
-    return [
-        (type(change.module), {key: value for key, value in vars(change.module).items() if key == "forward"})
-        for change in changes
-    ]
-
-
-def _undo(changes: list[Change], states: list[tuple[type[nn.Module], dict[str, Any]]]) -> None:
-    for change, (old_class, own) in zip(changes, states, strict=True):
-        change.module.__class__ = old_class
-        vars(change.module).update(own)
-        for name in change.children:
-            change.module._modules.pop(name, None)
+    make_changes(plan_conversion(model, config, param_dtype, TOWERS[towers], selection))
 
 
 def _installed(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -13,7 +13,8 @@ from torch import nn
 
 import resswap
 from resswap.schemes import Connection
-from resswap.schemes.base import Add, ExpandStreams, MeanReadout, StreamMap
+from resswap.schemes.base import Add
+from resswap.schemes.streams import ExpandStreams, MeanReadout, StreamMap
 
 EXACT = [name for name, options in resswap.available_schemes().items() if options.preserves_function]
 
@@ -243,7 +244,7 @@ def test_a_registered_scheme_of_ones_own_is_reported_too(monkeypatch):
 
         scheme: ClassVar[str] = "half"
 
-        def expand(self):
+        def expand(self, hidden_size):
             return ExpandStreams(2)
 
         def connection(self, place):
@@ -252,7 +253,7 @@ def test_a_registered_scheme_of_ones_own_is_reported_too(monkeypatch):
         def stream_map(self, hidden_size, is_norm):
             return StreamMap()
 
-        def readout(self, hidden_size):
+        def readout(self, hidden_size, num_layers):
             return MeanReadout()
 
     class HalfConnection(Connection):

@@ -99,7 +99,7 @@ class _GatedAttention:
             return stream
         if self.query is None:
             return depth_sum((*deltas, stream), F.pad(self.gate, (0, 1), value=1.0))
-        return delta_attention(stream, deltas, self.query, self.key_weight, self.gate, self.eps)
+        return delta_attention(stream, deltas, self.query, self.key_weight, self.gate, self.eps, self.kernels)
 
 
 class DeltaConnection(_GatedAttention, Connection):
