@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from resswap.configuration import described_dtype, described_scheme
-from resswap.errors import CheckpointError, UnsupportedModelError
+from resswap.errors import CheckpointError, OptionError, UnsupportedModelError
 from resswap.loading import load_checked
-from resswap.schemes.base import Place, ResidualModule, SchemeConfig
+from resswap.schemes.base import Connection, Place, ResidualModule, SchemeConfig
 from resswap.surgery import EXPAND, MAP, READOUT
 
 
@@ -163,12 +163,27 @@ def modules_of_layers(
                     opens_layer = not any(new.kind == "connection" for new in made[-1])
                     place = Place(hidden_size, index, total, slot.begins, depth, opens_layer, i == last)
                     new = scheme.connection(place) if slot.swapped else scheme.plain_connection(place)
+                    _check_connection(new, scheme, place)
                     index += 1
                 else:
                     new = scheme.stream_map(hidden_size, is_norm=slot.kind == "norm")
             new.kind, new.begins, new.swapped = slot.kind, slot.begins, slot.swapped
             made[-1].append(_placed(new, layer, param_dtype))
     return made
+
+
+def _check_connection(new: Any, scheme: SchemeConfig, place: Place) -> None:
+    name = type(new).__name__
+    if not isinstance(new, Connection):
+        raise OptionError(
+            f"The scheme {scheme.scheme!r}: connection() of {type(scheme).__name__} gives {name}, which is not "
+            "derived from resswap.Connection."
+        )
+    if getattr(new, "index", None) != place.index:
+        raise OptionError(
+            f"The scheme {scheme.scheme!r}: {name}.index is not {place.index}; its __init__ has to call "
+            "super().__init__(place.index)."
+        )
 
 
 def modules_of_owner(

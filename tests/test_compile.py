@@ -23,7 +23,7 @@ def converted(family, scheme, layers, dtype=torch.float32):
 
 @pytest.mark.parametrize(
     ("family", "scheme"),
-    [*(("llama", scheme) for scheme in SCHEMES), *(("gpt2", scheme) for scheme in SCHEMES)]
+    [*(("llama", scheme) for scheme in SCHEMES), ("gpt2", "mhc"), ("gpt2", "attnres")]
     + [("qwen3", "mhc"), ("gemma2", "attnres"), ("olmo2", "hc"), ("granite", "block_attnres")],
 )
 def test_one_graph(family, scheme):
@@ -40,7 +40,7 @@ def test_one_graph(family, scheme):
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["mhc", "attnres"])
 def test_inductor(scheme):
     model, ids = converted("llama", scheme, layers=1), input_ids()
     expected = logits(model, ids)

@@ -220,6 +220,16 @@ def test_layers_that_take_all_tokens_in_one_row(scheme):
     assert all(m.gradient_norm > 0 for m in report.measures[:-1])
 
 
+@pytest.mark.parametrize("scheme", ["residual", "mhc", "attnres"])
+def test_inference_mode(scheme):
+    model = model_of(scheme)
+    expected = resswap.inspect(model, batch())
+    with torch.inference_mode():
+        found = resswap.inspect(model, batch())
+        assert torch.is_inference_mode_enabled()
+    assert values(found, "gradient_norm") == pytest.approx(values(expected, "gradient_norm"))
+
+
 def test_adapters_are_inspected():
     model = resswap.convert(tiny(), "attnres")
     expected = resswap.inspect(model, batch())

@@ -176,3 +176,25 @@ def test_annotations_as_text_are_checked_too(tmp_path, monkeypatch):
     with pytest.raises(resswap.OptionError, match="late: per_channel=3; allowed: True or False"):
         resswap.convert(tiny(), "late", per_channel=3)
     resswap.convert(tiny(), "late", per_channel=True)
+
+
+@pytest.mark.parametrize(
+    ("connection", "message"),
+    [
+        (
+            lambda self, place: torch.nn.Linear(1, 1),
+            "connection.. of OwnConfig gives Linear, which is not derived from",
+        ),
+        (lambda self, place: None, "gives NoneType"),
+        (lambda self, place: resswap.Connection(7), "Connection.index is not 0"),
+    ],
+)
+def test_a_wrong_connection_leaves_the_model_as_it_was(connection, message):
+    resswap.register_scheme(make(connection=connection))
+    model, ids = tiny(), input_ids()
+    expected, classes = logits(model, ids), [type(module) for module in model.modules()]
+    with pytest.raises(resswap.OptionError, match=message):
+        resswap.convert(model, "own")
+    assert [type(module) for module in model.modules()] == classes
+    assert not hasattr(model.config, "residual")
+    assert torch.equal(logits(model, ids), expected)

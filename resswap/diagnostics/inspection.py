@@ -59,6 +59,8 @@ def inspect(
     scheme = described_scheme(model.config.residual) if converted else ResidualConfig()
     with ExitStack() as stack:
         stack.enter_context(_as_it_was(model))
+        stack.enter_context(torch.inference_mode(False))
+        inputs = {name: _ordinary(value) for name, value in inputs.items()}
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # no hook on a gradient runs in a compiled graph
         if not converted:
             stack.enter_context(plain_connections(model))
@@ -74,6 +76,11 @@ def inspect(
         loss=value,
         measures=tuple(probe.measures()),
     )
+
+
+def _ordinary(value: Any) -> Any:
+    """A tensor made in inference mode, which has no gradient to offer, as an ordinary one."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _run(model: nn.Module, inputs: dict[str, Any], loss: Callable[[Any], Tensor] | None) -> float | None:
