@@ -96,7 +96,7 @@ def test_in_memory_the_model_type_is_the_family_s(saved):
         "scheme": "mhc",
         "options": {
             **dict(num_streams=3, sinkhorn_iters=20, comb_diagonal=0.9, pre_peak=0.7, scale_init=0.01, eps=1e-6),
-            **dict(pre_pattern="connections", learned_readout=False, expansion_scale=False),
+            **dict(pre_pattern="connections", learned_readout=False, expansion_scale=False, recompute=True),
         },
     }
     on_disk = json.loads((saved[0] / "config.json").read_text())
