@@ -67,7 +67,7 @@ def _damaged_file(path: Any, kwargs: Mapping[str, Any]) -> Path | None:
                 json.loads(file.read_text(encoding="utf-8"))
             else:
                 load_state_dict(str(file), map_location="meta")
-        except Exception:
+        except Exception:  # of many kinds, by the reader of the file; the caller names the file and the first error
             return file
     return None
 

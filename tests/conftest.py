@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from processes import recipe_environ
+
 # Where transformers copies the code of saved models to before it imports it.
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
@@ -37,18 +39,10 @@ class Recipes:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        environment = os.environ | {
-            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-            "HF_HOME": str(folder / "cache"),
-            "HF_HUB_OFFLINE": "1",
-            "MPLCONFIGDIR": str(folder / "matplotlib"),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "recipes")]),
-        }
         self.server = subprocess.Popen(
             [sys.executable, ROOT / "tests" / "recipe_server.py"],
             cwd=folder,
-            env=environment,
+            env=recipe_environ(folder),
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

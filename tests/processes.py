@@ -40,5 +40,19 @@ def command(code: str, without_resswap: bool = False) -> str:
     return (WITHOUT_RESSWAP if without_resswap else "") + path + setup + textwrap.dedent(code)
 
 
+def recipe_environ(folder: Path, **environment: str) -> dict[str, str]:
+    """What recipes are run in: on the CPU, without the Hub, with all caches in the folder."""
+    root = Path(__file__).parents[1]
+    return environ(
+        ACCELERATE_USE_CPU="true",
+        HF_DATASETS_DISABLE_PROGRESS_BARS="1",
+        HF_HOME=str(folder / "cache"),
+        HF_HUB_OFFLINE="1",
+        MPLCONFIGDIR=str(folder / "matplotlib"),
+        PYTHONPATH=os.pathsep.join([str(root), str(root / "recipes")]),
+        **environment,
+    )
+
+
 def environ(**environment: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment}

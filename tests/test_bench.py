@@ -1,7 +1,6 @@
 """recipes/bench.py, run as a user runs it, on tiny models; what it measures is not tested, but that it does."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import recipe_environ
 from tiny import input_ids, tiny
 
 ROOT = Path(__file__).parents[1]
@@ -22,9 +22,8 @@ TINY = ["--hidden_size", "64", "--num_layers", "2", "--batch_size", "1", "--bloc
 
 
 def bench(folder, *options):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(folder), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "recipes/bench.py"), "--output_dir", str(folder / "out"), *options]
-    return subprocess.run(command, env=environment, text=True, capture_output=True)
+    return subprocess.run(command, env=recipe_environ(folder), text=True, capture_output=True)
 
 
 def test_bench(tmp_path):

@@ -1,13 +1,13 @@
 """recipes/compare.py, run as a user runs it, on tiny models and the corpus that Python carries."""
 
 import json
-import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import recipe_environ
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -29,19 +29,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def compare(folder):
     """Run compare.py; returns what it printed."""
-    environment = os.environ | {
-        "ACCELERATE_USE_CPU": "true",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "HF_HOME": str(folder / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "MPLCONFIGDIR": str(folder / "matplotlib"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
 
     def compare(*options, status=0):
         command = [sys.executable, str(ROOT / "recipes" / "compare.py"), *OPTIONS, "--output_dir", "out", *options]
-        result = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
+        result = subprocess.run(command, cwd=folder, env=recipe_environ(folder), text=True, capture_output=True)
         assert result.returncode == status, result.stdout + result.stderr
         return result.stdout if status == 0 else result.stderr
 

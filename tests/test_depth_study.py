@@ -1,13 +1,13 @@
 """The depth study, small: what it writes, and the two quantities that it computes itself."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import recipe_environ
 from tiny import input_ids, tiny
 
 import resswap
@@ -22,16 +22,8 @@ SMALL = "--hidden_size 16 --max_train_steps 4 --block_size 16 --batch_size 2 --m
 
 
 def study(folder, *options):
-    environment = os.environ | {
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "HF_HOME": str(folder / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "MPLCONFIGDIR": str(folder / "matplotlib"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
     command = [sys.executable, RECIPES / "depth_study.py", *SMALL, "--output_dir", folder / "out", *options]
-    return subprocess.run(command, env=environment, text=True, capture_output=True)
+    return subprocess.run(command, env=recipe_environ(folder), text=True, capture_output=True)
 
 
 def test_what_it_writes(tmp_path):

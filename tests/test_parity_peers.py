@@ -91,7 +91,7 @@ def test_naive_attnres_of_flash_linear_attention():
     try:
         path = distribution("fla-core").locate_file("fla/ops/attnres/naive.py")
     except PackageNotFoundError:
-        pytest.skip("flash-linear-attention is not installed")
+        pytest.skip("needs flash-linear-attention: pip install --no-deps fla-core")
     spec = importlib.util.spec_from_file_location("naive_attnres", path)  # its package needs Triton
     peer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(peer)

@@ -1,13 +1,13 @@
 """The recipes, run as a user runs them, on a tiny model and the corpus that Python carries."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import recipe_environ
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,15 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(folder):
-    return os.environ | {
-        "ACCELERATE_USE_CPU": "true",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "HF_HOME": str(folder / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "MPLCONFIGDIR": str(folder / "matplotlib"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(RECIPES)]),
-    }
+    return recipe_environ(folder)
 
 
 @pytest.fixture(scope="module")

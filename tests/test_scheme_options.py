@@ -229,3 +229,10 @@ def test_a_pretrained_model_is_not_thrown_away_silently(scheme, tmp_path, monkey
         assert not warnings
     else:
         assert len(warnings) == 1 and "does not preserve" in warnings[0] and str(tmp_path) in warnings[0]
+
+
+def test_denseformer_without_an_average_is_refused():
+    model = tiny()
+    with pytest.raises(resswap.OptionError, match="period=4; the model has 3 layers"):
+        resswap.convert(model, "denseformer", period=4)
+    assert not resswap.connections(model)

@@ -122,7 +122,10 @@ def convert(
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Compare the logits before, after, and read back from DST; 1 if they differ."),
+        typer.Option(
+            "--verify",
+            help="Compare the logits before, after, and read back from DST; 1 if an exact scheme changed them.",
+        ),
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Write into DST although there is something in it.")

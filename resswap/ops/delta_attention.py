@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .depth_attention import factor_gradient, keys, probe_of, source_gradients
 from .eager_kernels import Kernels
 from .kernels import kernels_for
 from .plain import needs_plain, needs_plain_backward, plain_backward
-from .precision import no_autocast, wide
+from .precision import no_autocast
 from .spans import spans
 
 
@@ -46,7 +47,7 @@ def delta_attention_reference(
     stream: Tensor, deltas: Sequence[Tensor], query: Tensor, key_weight: Tensor | None, gate: Tensor, eps: float
 ) -> Tensor:
     """`delta_attention` in plain operations."""
-    probe = _probe(query, key_weight, stream)
+    probe = probe_of(query, key_weight, stream)
     with no_autocast(probe):
         wider = [v.to(probe.dtype) for v in deltas]
         logits = [(v * probe).sum(-1) * (v.square().mean(-1) + eps).rsqrt() for v in wider]
@@ -69,11 +70,10 @@ class _DeltaAttention(torch.autograd.Function):
         stream: Tensor,
         *deltas: Tensor,
     ) -> Tensor:
-        probe = _probe(query, key_weight, stream)
+        probe = probe_of(query, key_weight, stream)
         with no_autocast(probe):
             h, *flat = _tokens(stream, *deltas)
-            products, norms = map(torch.stack, zip(*(kernels.measure(v, probe) for v in flat), strict=True))
-            rstd = (norms.square_() / probe.numel()).add_(eps).rsqrt_()
+            products, rstd = keys(flat, probe, eps, kernels)
             weights = ((products * rstd).softmax(0) * gate.to(probe.dtype))[..., None]
             x = torch.empty_like(h, memory_format=torch.contiguous_format)
             for s in spans(x):
@@ -93,7 +93,7 @@ class _DeltaAttention(torch.autograd.Function):
             grads = plain_backward(partial(_reference, eps=ctx.eps), inputs, [grad])
             return *grads[:3], None, None, *grads[3:]
         need_query, need_key_weight, _, _, _, need_stream, *need_deltas = ctx.needs_input_grad
-        probe = _probe(query, key_weight, grad)
+        probe = probe_of(query, key_weight, grad)
         with no_autocast(probe):
             g, *flat = _tokens(grad, *deltas)
             alpha = (products * rstd).softmax(0)
@@ -101,29 +101,18 @@ class _DeltaAttention(torch.autograd.Function):
             grad_alpha = torch.stack([ctx.kernels.source_dot(v, g) for v in flat])
             mean = (alpha * grad_alpha).sum(0)
             grad_logits = weights * (grad_alpha - mean)
-            grad_products = grad_logits * rstd
-            # through rstd: d rstd / dv = -rstd^3 v / C
-            shrink = grad_logits * products * rstd.pow(3) / -probe.numel()
-
-            grad_probe = torch.zeros_like(probe)
-            grads: list[Tensor | None] = []
-            for v, factor, own_shrink, product, needed in zip(
-                flat, weights, shrink, grad_products, need_deltas, strict=True
-            ):
-                if need_query or need_key_weight:
-                    for s in spans(v):
-                        grad_probe.addmv_(v[s].to(probe.dtype).t(), product[s])
-                own = ctx.kernels.source_gradient(v, g, factor, own_shrink, product, probe) if needed else None
-                grads.append(None if own is None else own.view(grad.shape))
-            weight = 1 if key_weight is None else key_weight.to(probe.dtype)
+            needs = (need_query or need_key_weight, *need_deltas)
+            grad_probe, *grads = source_gradients(
+                flat, g, weights, grad_logits, products, rstd, probe, needs, ctx.kernels
+            )
             return (
-                (grad_probe * weight).to(query.dtype) if need_query else None,
-                (grad_probe * query.to(probe.dtype)).to(key_weight.dtype) if need_key_weight else None,
+                factor_gradient(grad_probe, key_weight, query) if need_query else None,
+                factor_gradient(grad_probe, query, key_weight) if need_key_weight else None,
                 mean.sum().to(gate.dtype).reshape(gate.shape),
                 None,
                 None,
                 grad if need_stream else None,
-                *grads,
+                *(None if own is None else own.view(grad.shape) for own in grads),
             )
 
 
@@ -131,12 +120,6 @@ def _reference(
     query: Tensor, key_weight: Tensor | None, gate: Tensor, stream: Tensor, *deltas: Tensor, eps: float
 ) -> Tensor:
     return delta_attention_reference(stream, deltas, query, key_weight, gate, eps)
-
-
-def _probe(query: Tensor, key_weight: Tensor | None, like: Tensor) -> Tensor:
-    """What a delta is multiplied with: the query times the norm's weight, wide."""
-    query = query.to(wide(like.dtype))
-    return query if key_weight is None else query * key_weight.to(query.dtype)
 
 
 def _tokens(*tensors: Tensor) -> list[Tensor]:

@@ -38,7 +38,7 @@ def depth_attention(
     if needs_plain():
         return depth_attention_reference(sources, query, key_weight, eps)
     if query.device.type == "cpu" and are_few(sources[0].shape[:-1]):
-        return depth_attention_few(sources, _probe(query, key_weight, sources[0]), eps)
+        return depth_attention_few(sources, probe_of(query, key_weight, sources[0]), eps)
     return _DepthAttention.apply(query, key_weight, eps, kernels_for(kernels, sources[0].device), *sources)
 
 
@@ -46,7 +46,7 @@ def depth_attention_reference(
     sources: Sequence[Tensor], query: Tensor, key_weight: Tensor | None, eps: float
 ) -> Tensor:
     """`depth_attention` in plain operations."""
-    probe = _probe(query, key_weight, sources[0])
+    probe = probe_of(query, key_weight, sources[0])
     with no_autocast(probe):
         wider = [v.to(probe.dtype) for v in sources]
         logits = [(v * probe).sum(-1) * (v.square().mean(-1) + eps).rsqrt() for v in wider]
@@ -61,11 +61,10 @@ class _DepthAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key_weight: Tensor | None, eps: float, kernels: Kernels, *sources: Tensor
     ) -> Tensor:
-        probe = _probe(query, key_weight, sources[0])
+        probe = probe_of(query, key_weight, sources[0])
         with no_autocast(probe):
             flat = _tokens(sources)
-            products, norms = map(torch.stack, zip(*(kernels.measure(v, probe) for v in flat), strict=True))
-            rstd = (norms.square_() / probe.numel()).add_(eps).rsqrt_()
+            products, rstd = keys(flat, probe, eps, kernels)
             weights = _weights(products * rstd)[..., None]
             x = torch.empty_like(flat[0], memory_format=torch.contiguous_format)
             for s in spans(x):
@@ -86,47 +85,80 @@ class _DepthAttention(torch.autograd.Function):
             grads = plain_backward(partial(_reference, eps=ctx.eps), [query, key_weight, *sources], [grad])
             return *grads[:2], None, None, *grads[2:]
         need_query, need_key_weight, _, _, *need_sources = ctx.needs_input_grad
-        probe = _probe(query, key_weight, grad)
+        probe = probe_of(query, key_weight, grad)
         with no_autocast(probe):
             flat, g = _tokens(sources), grad.reshape(-1, grad.shape[-1])
             weights = _weights(products * rstd)
             grad_weights = torch.stack([ctx.kernels.source_dot(v, g) for v in flat])
             mean = (weights * grad_weights).mean(0)
             grad_logits = weights * (grad_weights - mean)
-            grad_products = grad_logits * rstd
-            # through rstd: d rstd / dv = -rstd^3 v / C
-            shrink = grad_logits * products * rstd.pow(3) / -probe.numel()
-
-            grad_probe = torch.zeros_like(probe)
-            grads: list[Tensor | None] = []
-            for v, weight, factor, product, needed in zip(
-                flat, weights, shrink, grad_products, need_sources, strict=True
-            ):
-                if need_query or need_key_weight:
-                    for s in spans(v):
-                        grad_probe.addmv_(v[s].to(probe.dtype).t(), product[s])
-                own = ctx.kernels.source_gradient(v, g, weight, factor, product, probe) if needed else None
-                grads.append(None if own is None else own.view(grad.shape))
-            return (
-                _times(grad_probe, key_weight, query) if need_query else None,
-                _times(grad_probe, query, key_weight) if need_key_weight else None,
-                None,
-                None,
-                *grads,
+            needs = (need_query or need_key_weight, *need_sources)
+            grad_probe, *grads = source_gradients(
+                flat, g, weights, grad_logits, products, rstd, probe, needs, ctx.kernels
             )
+            return (
+                factor_gradient(grad_probe, key_weight, query) if need_query else None,
+                factor_gradient(grad_probe, query, key_weight) if need_key_weight else None,
+                None,
+                None,
+                *(None if own is None else own.view(grad.shape) for own in grads),
+            )
+
+
+def keys(sources: Sequence[Tensor], probe: Tensor, eps: float, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    """Of k sources `[T, C]`, (v . probe, 1 / rms(v)), each `[k, T]`; their product is the logits."""
+    products, norms = map(torch.stack, zip(*(kernels.measure(v, probe) for v in sources), strict=True))
+    return products, (norms.square_() / probe.numel()).add_(eps).rsqrt_()
+
+
+def source_gradients(
+    sources: Sequence[Tensor],
+    grad: Tensor,
+    weights: Tensor,
+    grad_logits: Tensor,
+    products: Tensor,
+    rstd: Tensor,
+    probe: Tensor,
+    needs: Sequence[bool],
+    kernels: Kernels,
+) -> list[Tensor | None]:
+    """The gradients of `sum_i weights_i v_i`, from that for the sum and for the logits.
+
+    Args:
+        sources: k of `[T, C]`.
+        grad: for the sum, `[T, C]`.
+        weights, grad_logits, products, rstd: `[k, T]`; the latter two from `keys`.
+        probe: `[C]`.
+        needs: for the probe and each source, whether a gradient is wanted.
+
+    Returns:
+        That for the probe `[C]`, then those for the sources; None for the sources that need none.
+    """
+    grad_products = grad_logits * rstd
+    # through rstd: d rstd / dv = -rstd^3 v / C
+    shrink = grad_logits * products * rstd.pow(3) / -probe.numel()
+    needs_probe, *needs_source = needs
+    grad_probe = torch.zeros_like(probe)
+    grads: list[Tensor | None] = [grad_probe]
+    for v, weight, factor, product, needed in zip(sources, weights, shrink, grad_products, needs_source, strict=True):
+        if needs_probe:
+            for s in spans(v):
+                grad_probe.addmv_(v[s].to(probe.dtype).t(), product[s])
+        grads.append(kernels.source_gradient(v, grad, weight, factor, product, probe) if needed else None)
+    return grads
 
 
 def _reference(query: Tensor, key_weight: Tensor | None, *sources: Tensor, eps: float) -> Tensor:
     return depth_attention_reference(sources, query, key_weight, eps)
 
 
-def _probe(query: Tensor, key_weight: Tensor | None, like: Tensor) -> Tensor:
+def probe_of(query: Tensor, key_weight: Tensor | None, like: Tensor) -> Tensor:
     """What a source is multiplied with: the query times the norm's weight, wide."""
     query = query.to(wide(like.dtype))
     return query if key_weight is None else query * key_weight.to(query.dtype)
 
 
-def _times(grad_probe: Tensor, factor: Tensor | None, like: Tensor) -> Tensor:
+def factor_gradient(grad_probe: Tensor, factor: Tensor | None, like: Tensor) -> Tensor:
     """The gradient for one factor of the probe, given the other."""
     return (grad_probe if factor is None else grad_probe * factor.to(grad_probe.dtype)).to(like.dtype)
 

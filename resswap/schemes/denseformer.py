@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from resswap.errors import OptionError
 from resswap.ops import depth_sum
 
 from .base import Add, Connection, Place, ResidualModule, combined, option, register_scheme
@@ -46,6 +47,10 @@ class DenseFormerConfig(SourcesConfig):
         return RunningMap(is_norm)
 
     def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
+        if self.period > num_layers:
+            raise OptionError(
+                f"denseformer: period={self.period}; the model has {num_layers} layers, so there would be no average."
+            )
         return DenseReadout(self.num_terms(num_layers), self.dilation)
 
     def num_terms(self, layer: int) -> int:

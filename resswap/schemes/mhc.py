@@ -8,17 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from resswap.errors import OptionError
 from resswap.ops import mhc_coefficients, mhc_read, write_streams
 
 from .base import Add, Connection, Place, ResidualModule, option, register_scheme
 from .streams import (
+    DoublyStochasticConfig,
     ExpandStreams,
     LearnedReadout,
     MeanReadout,
     StreamsAdd,
-    StreamsConfig,
-    recompute,
     rotating_weights,
 )
 from .weights import Weights
@@ -26,7 +24,7 @@ from .weights import Weights
 
 @register_scheme
 @dataclass(frozen=True)
-class MHCConfig(StreamsConfig):
+class MHCConfig(DoublyStochasticConfig):
     """Options of the scheme `mhc`: n streams, mixed by a doubly stochastic matrix that depends on the token.
 
     DeepSeek, arXiv 2512.24880, section 4.2: the coefficients are those of equations 7 and 8, with the Sinkhorn-Knopp
@@ -40,26 +38,13 @@ class MHCConfig(StreamsConfig):
 
     scheme: ClassVar[str] = "mhc"
 
-    num_streams: int = option(4, "How many residual streams.", "a whole number from 2", lambda n: n >= 2)
     sinkhorn_iters: int = option(
         20, "Rounds of Sinkhorn-Knopp (section 4.2 of the paper).", "a whole number from 1", lambda n: n >= 1
     )
-    comb_diagonal: float = option(
-        0.9,
-        "Diagonal of the mixing matrix at conversion; 1/num_streams is uniform.",
-        "from 1/num_streams to 0.999",
-        lambda p: p <= 0.999,
-    )
-    pre_peak: float = option(
-        0.7,
-        "Weight at conversion with which a connection reads one stream, see pre_pattern; the others share the rest.",
-        "greater than 1/num_streams, up to 0.99",
-        lambda p: p <= 0.99,
-    )
     pre_pattern: str = option(
         "connections",
-        "Which stream a connection reads most at conversion: another one for each connection, for each layer, or "
-        "always the first (then the others never part from each other).",
+        "Which stream a connection reads with pre_peak at conversion: another one for each connection, for each "
+        "layer, or always the first (then the others never part from each other).",
         "'connections', 'layers' or 'first'",
         lambda pattern: pattern in ("connections", "layers", "first"),
     )
@@ -74,26 +59,6 @@ class MHCConfig(StreamsConfig):
         "Give each stream a learned scale before the first layer, a remedy for streams that stay alike.",
         "True or False",
     )
-    scale_init: float = option(
-        0.01,
-        "Initial gate of the part that depends on the token (table 5 of the paper).",
-        "a number above 0",
-        lambda s: s > 0,
-    )
-    recompute: bool = recompute()
-    eps: float = option(
-        1e-6, "Added to the mean square of the streams before its root.", "a number above 0", lambda e: e > 0
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.comb_diagonal < 1 / self.num_streams:
-            raise OptionError(f"mhc: comb_diagonal={self.comb_diagonal}; allowed: from 1/num_streams to 0.999.")
-        if self.pre_peak <= 1 / self.num_streams:
-            raise OptionError(
-                f"mhc: pre_peak={self.pre_peak}; allowed: greater than 1/num_streams (with equal weights the "
-                "streams never part), up to 0.99."
-            )
 
     def connection(self, place: Place) -> Connection:
         return MHCConnection(place, self)

@@ -8,17 +8,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from resswap.errors import OptionError
 from resswap.ops import mhc_lite_coefficients, mhc_lite_read, write_streams
 
 from .base import Add, Connection, Place, option, register_scheme
-from .streams import StreamsAdd, StreamsConfig, recompute, rotating_weights
+from .streams import DoublyStochasticConfig, StreamsAdd, rotating_weights
 from .weights import Weights
 
 
 @register_scheme
 @dataclass(frozen=True)
-class MHCLiteConfig(StreamsConfig):
+class MHCLiteConfig(DoublyStochasticConfig):
     """Options of the scheme `mhc_lite` (arXiv 2601.05732, by the theorem of Birkhoff and von Neumann).
 
     As `mhc`, but `comb` is a convex combination of the n! permutations with a softmax for its weights: exactly doubly
@@ -31,35 +30,6 @@ class MHCLiteConfig(StreamsConfig):
     num_streams: int = option(
         4, "How many residual streams; there are num_streams! permutations.", "2 to 5", lambda n: 2 <= n <= 5
     )
-    comb_diagonal: float = option(
-        0.9,
-        "Diagonal of the mixing matrix at conversion; 1/num_streams is uniform.",
-        "from 1/num_streams to 0.999",
-        lambda p: p <= 0.999,
-    )
-    pre_peak: float = option(
-        0.7,
-        "Weight at conversion with which connection l reads stream l mod num_streams; the others share the rest.",
-        "greater than 1/num_streams, up to 0.99",
-        lambda p: p <= 0.99,
-    )
-    scale_init: float = option(
-        0.01, "Initial gate of the part that depends on the token.", "a number above 0", lambda s: s > 0
-    )
-    recompute: bool = recompute()
-    eps: float = option(
-        1e-6, "Added to the mean square of the streams before its root.", "a number above 0", lambda e: e > 0
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.comb_diagonal < 1 / self.num_streams:
-            raise OptionError(f"mhc_lite: comb_diagonal={self.comb_diagonal}; allowed: from 1/num_streams to 0.999.")
-        if self.pre_peak <= 1 / self.num_streams:
-            raise OptionError(
-                f"mhc_lite: pre_peak={self.pre_peak}; allowed: greater than 1/num_streams (with equal weights the "
-                "streams never part), up to 0.99."
-            )
 
     def connection(self, place: Place) -> Connection:
         return MHCLiteConnection(place, self)

@@ -1,11 +1,13 @@
 """n residual streams `[batch, seq, n, hidden]`: what the schemes that keep them have in common."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from resswap.errors import OptionError
 from resswap.ops import readout_coefficients, readout_streams
 
 from .base import Add, Connection, Place, ResidualModule, SchemeConfig, combined, option
@@ -41,6 +43,47 @@ def recompute() -> Any:
         "section 4.3.2 of arXiv 2512.24880); under torch.compile of the whole model the compiler decides.",
         "True or False",
     )
+
+
+@dataclass(frozen=True)
+class DoublyStochasticConfig(StreamsConfig):
+    """Base of the schemes whose streams are mixed by doubly stochastic matrices."""
+
+    num_streams: int = option(4, "How many residual streams.", "a whole number from 2", lambda n: n >= 2)
+    comb_diagonal: float = option(
+        0.9,
+        "Diagonal of the mixing matrix at conversion; 1/num_streams is uniform.",
+        "from 1/num_streams to 0.999",
+        lambda p: p <= 0.999,
+    )
+    pre_peak: float = option(
+        0.7,
+        "Weight at conversion with which a connection reads one stream, each another one; the others share the rest.",
+        "greater than 1/num_streams, up to 0.99",
+        lambda p: p <= 0.99,
+    )
+    scale_init: float = option(
+        0.01,
+        "Initial gate of the part that depends on the token (table 5 of arXiv 2512.24880).",
+        "a number above 0",
+        lambda s: s > 0,
+    )
+    recompute: bool = recompute()
+    eps: float = option(
+        1e-6, "Added to the mean square of the streams before its root.", "a number above 0", lambda e: e > 0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.comb_diagonal < 1 / self.num_streams:
+            raise OptionError(
+                f"{self.scheme}: comb_diagonal={self.comb_diagonal}; allowed: from 1/num_streams to 0.999."
+            )
+        if self.pre_peak <= 1 / self.num_streams:
+            raise OptionError(
+                f"{self.scheme}: pre_peak={self.pre_peak}; allowed: greater than 1/num_streams (with equal weights "
+                "the streams never part), up to 0.99."
+            )
 
 
 class StreamsAdd(Add):
