@@ -1,5 +1,6 @@
 """LoRA with PEFT: adapters that hold the trained connections, and find their scheme again when they are loaded."""
 
+import dataclasses
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,11 +9,9 @@ from typing import Any
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel
 
-from resswap.configuration import described_scheme, described_selection
+from resswap.configuration import described_scheme, described_selection, described_towers
 from resswap.conversion import connections
 from resswap.errors import CheckpointError, UnsupportedModelError
-from resswap.schemes import SchemeConfig
-from resswap.selection import Selection
 from resswap.training import added_modules, convert_as
 
 # PEFT would load such an adapter onto a plain model and leave the connections out. It looks this value up, fails, and
@@ -104,8 +103,8 @@ def load_adapter(
         convert_as(model, config.residual)
     elif _applied(model.config.residual) != _applied(config.residual):
         raise CheckpointError(
-            f"The adapter in {path} was trained with {_applied(config.residual)}, but the model is converted to "
-            f"{_applied(model.config.residual)}: load it onto the plain model."
+            f"The adapter in {path} was trained with {_listed(_applied(config.residual))}, but the model is converted "
+            f"to {_listed(_applied(model.config.residual))}: load it onto the plain model."
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -115,6 +114,12 @@ def load_adapter(
             raise CheckpointError(f"The adapter in {path} does not fit the model: {error}") from error
 
 
-def _applied(residual: Any) -> tuple[SchemeConfig, Selection]:
-    """The scheme, and the adds that it is applied to."""
-    return described_scheme(residual), described_selection(residual)
+def _applied(residual: dict[str, Any]) -> dict[str, Any]:
+    """What a `config.residual` says of the connections, without where the model came from or in which dtype it was."""
+    scheme = described_scheme(residual)
+    options = {"scheme": scheme.scheme, **dataclasses.asdict(scheme)}
+    return {**options, "towers": described_towers(residual), **described_selection(residual).described()}
+
+
+def _listed(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())

@@ -80,7 +80,7 @@ def test_hyper_connections_are_not():
 def test_the_matrix_at_conversion_has_the_diagonal_that_was_asked_for(scheme, diagonal, num_streams):
     config = resswap.available_schemes()[scheme](num_streams=num_streams, comb_diagonal=diagonal)
     connection = config.connection(resswap.Place(8, 3, 6, begins=False))
-    mixing = connection.mixing(torch.randn(2, num_streams, 8)).detach()
+    mixing = connection.weights(torch.randn(2, num_streams, 8)).mixing.detach()
     other = (1 - diagonal) / (num_streams - 1)
     expected = torch.full((num_streams, num_streams), other).fill_diagonal_(diagonal).expand(2, -1, -1)
     torch.testing.assert_close(mixing, expected, rtol=1e-4, atol=1e-6)

@@ -76,7 +76,7 @@ def test_hyper_connections_mhc():
         ours.base.copy_(torch.cat([static[:, 0], theirs.static_beta, static[:, 1:].flatten()]))
     streams = F.rms_norm(torch.randn(2, 5, N, WIDTH).double(), (WIDTH,), eps=EPS)
     y = torch.randn(2, 5, WIDTH).double()
-    mixing = ours.mixing(streams)
+    mixing = ours.weights(streams).mixing
     assert (mixing - mixing.mT).abs().max() > 0.05  # so that a transposed comb would show
     x, add = ours(streams)
     expected_x, their_add = theirs(as_theirs(streams))

@@ -153,7 +153,7 @@ def test_refusals(tmp_path):
         resswap.load_adapter(tiny(), tmp_path / "plain")
     tuned = adapted(resswap.convert(tiny(), "mhc"))
     tuned.save_pretrained(tmp_path / "mhc")
-    with pytest.raises(resswap.CheckpointError, match="converted to HCConfig"):
+    with pytest.raises(resswap.CheckpointError, match="trained with scheme=mhc, .*converted to scheme=hc, "):
         resswap.load_adapter(resswap.convert(tiny(), "hc"), tmp_path / "mhc")
     with pytest.raises(resswap.CheckpointError, match="does not fit"):
         resswap.load_adapter(tiny(num_hidden_layers=4), tmp_path / "mhc")

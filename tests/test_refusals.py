@@ -38,7 +38,7 @@ def assert_unchanged(model, before):
         ("mch", {}, "There is no scheme 'mch'; available: .*mhc"),
         (["mhc"], {}, r"There is no scheme \['mhc'\]; available: .*mhc"),
         (None, {}, "There is no scheme None; available: .*mhc"),
-        ("mhc", {"streams": 4}, "no option 'streams'; its options: num_streams, sinkhorn_iters"),
+        ("mhc", {"streams": 4}, "no option 'streams'; its options: num_streams, comb_diagonal"),
         ("mhc", {"num_streams": 0}, "num_streams=0; allowed: a whole number from 2"),
         ("mhc", {"num_streams": 4.0}, "num_streams=4.0; allowed: a whole number from 2"),
         ("mhc", {"num_streams": np.float64(4)}, "num_streams=4.0; allowed: a whole number from 2"),
