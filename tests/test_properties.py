@@ -1,5 +1,7 @@
 """What holds for any widths, depths, numbers of streams and dtypes."""
 
+import dataclasses
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,11 @@ from resswap.schemes import Place
 
 few = settings(max_examples=12, deadline=None, derandomize=True)
 seeds = st.integers(0, 10**6)
-STREAMS = [name for name, options in resswap.available_schemes().items() if "num_streams" in options.__annotations__]
+STREAMS = [
+    name
+    for name, options in resswap.available_schemes().items()
+    if "num_streams" in {field.name for field in dataclasses.fields(options)}
+]
 LAYERS = {"llama": "num_hidden_layers", "gpt2": "n_layer"}
 
 
