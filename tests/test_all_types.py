@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_refusals import assert_unchanged, snapshot
-from tiny import load_by_own_code, new_parameters, randomise_connections
+from tiny import new_parameters, randomise_connections
 from torch.utils._pytree import tree_map
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -77,13 +77,13 @@ def logits(model, inputs):
 
 
 def greedy(model, inputs, use_cache=True):
-    """The logits of eight greedy steps; None where the original does not generate from these inputs."""
+    """The logits of five greedy steps; None where the original does not generate from these inputs."""
     generates = model.can_generate() and set(inputs) == {"input_ids"} and not hasattr(model.config, "num_codebooks")
     if not generates:
         return None
     # RWKV's own cached step mixes up the rows of a batch.
     ids = inputs["input_ids"][:1]
-    options = dict(max_new_tokens=8, do_sample=False, use_cache=use_cache, eos_token_id=None, pad_token_id=0)
+    options = dict(max_new_tokens=5, do_sample=False, use_cache=use_cache, eos_token_id=None, pad_token_id=0)
     output = model.generate(ids, **options, output_logits=True, return_dict_in_generate=True)
     return torch.stack(output.logits)
 
@@ -93,60 +93,62 @@ def hidden_states(model, inputs):
 
 
 @pytest.mark.parametrize("model_type", SUPPORTED)
-def test_converts_exactly(model_type, tmp_path):
+def test_converts_and_behaves(model_type, tmp_path):
     model, inputs = build(model_type)
-    with torch.no_grad():
-        before, hidden_before, steps_before = (
-            logits(model, inputs),
-            hidden_states(model, inputs),
-            greedy(model, inputs),
-        )
-        resswap.convert(model)
-        after, hidden_after, steps_after = logits(model, inputs), hidden_states(model, inputs), greedy(model, inputs)
+    before, hidden_before = look(model, inputs, logits), look(model, inputs, hidden_states)
+    steps_before, error_before = greedy(model, inputs), cache_error(model, inputs)
+    dtype_before = dtype_in_bfloat16(model, inputs)
+    resswap.convert(model)
     assert before.abs().max() > 1
-    assert (after - before).abs().max() <= 1e-5 * before.abs().max()
+    assert (look(model, inputs, logits) - before).abs().max() <= 1e-5 * before.abs().max()
     if steps_before is not None:
-        assert torch.equal(steps_after.argmax(-1), steps_before.argmax(-1))
+        assert torch.equal(greedy(model, inputs).argmax(-1), steps_before.argmax(-1))
     if hidden_before:
-        assert [h.shape for h in hidden_after] == [h.shape for h in hidden_before]
-    assert in_bfloat16(model, inputs) == in_bfloat16(resswap.revert(model), inputs)
+        assert [h.shape for h in look(model, inputs, hidden_states)] == [h.shape for h in hidden_before]
+    assert dtype_in_bfloat16(model, inputs) == dtype_before
+
+    randomise_connections(model, std=0.1)
+    assert cache_error(model, inputs) <= 10 * error_before + 1e-4
+    assert_saved_and_loaded(model, inputs, tmp_path)
+    assert_gradients(model, inputs)
 
 
-def in_bfloat16(model, inputs):
+def assert_saved_and_loaded(model, inputs, folder):
+    model.save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    expected, actual = look(model, inputs, logits), look(loaded, inputs, logits)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def assert_gradients(model, inputs):
+    """They are finite, every connection that ran has some, and checkpointing gives the same."""
+    model.train()
+    expected = gradients(model, inputs)
+    for name, connection in resswap.connections(model).items():
+        executed = [
+            expected[f"{name}.{key}"] for key, _ in connection.named_parameters() if f"{name}.{key}" in expected
+        ]
+        assert not executed or any(gradient.abs().max() > 0 for gradient in executed), name
+    assert all(gradient.isfinite().all() for gradient in expected.values())
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for name, gradient in gradients(model, inputs).items():
+            largest = expected[name].abs().max().item()
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-4 * largest)
+
+
+@torch.no_grad()
+def look(model, inputs, at):
+    return at(model, inputs)
+
+
+def dtype_in_bfloat16(model, inputs):
     """The dtype of the logits of the model in bfloat16, or the error that it ends in."""
     inputs = tree_map(lambda t: t.bfloat16() if t.is_floating_point() else t, inputs)
     try:
-        with torch.no_grad():
-            return logits(copy.deepcopy(model).bfloat16(), inputs).dtype
+        return look(copy.deepcopy(model).bfloat16(), inputs, logits).dtype
     except RuntimeError as error:
         return str(error)
-
-
-@pytest.mark.parametrize("model_type", SUPPORTED)
-def test_behaves_with_random_parameters(model_type, tmp_path):
-    model, inputs = build(model_type)
-    original_error = cache_error(model, inputs)
-    resswap.convert(model)
-    randomise_connections(model, std=0.1)
-    assert cache_error(model, inputs) <= 10 * original_error + 1e-4
-    with torch.no_grad():
-        expected = logits(model, inputs)
-    model.save_pretrained(tmp_path)
-    for loaded in (AutoModelForCausalLM.from_pretrained(tmp_path).eval(), load_by_own_code(tmp_path)):
-        torch.testing.assert_close(logits(loaded, inputs), expected, rtol=1e-5, atol=1e-5)
-    plain = gradients(model, inputs)
-    for name, connection in resswap.connections(model).items():
-        executed = [plain[f"{name}.{key}"] for key, _ in connection.named_parameters() if f"{name}.{key}" in plain]
-        assert not executed or any(gradient.abs().max() > 0 for gradient in executed), name
-    assert all(gradient.isfinite().all() for gradient in plain.values())
-    if model.supports_gradient_checkpointing:
-        model.train()
-        expected = gradients(model, inputs)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for name, gradient in gradients(model, inputs).items():
-            torch.testing.assert_close(
-                gradient, expected[name], rtol=1e-3, atol=1e-4 * expected[name].abs().max().item()
-            )
 
 
 @torch.no_grad()

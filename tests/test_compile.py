@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import SCHEMES, input_ids, logits, new_parameters, randomise_connections, tiny
+from tiny import input_ids, logits, new_parameters, randomise_connections, tiny
 
 import resswap
 
@@ -23,8 +23,8 @@ def converted(family, scheme, layers, dtype=torch.float32):
 
 @pytest.mark.parametrize(
     ("family", "scheme"),
-    [*(("llama", scheme) for scheme in SCHEMES), ("gpt2", "mhc"), ("gpt2", "attnres")]
-    + [("qwen3", "mhc"), ("gemma2", "attnres"), ("olmo2", "hc"), ("granite", "block_attnres")],
+    [*(("llama", scheme) for scheme in ("mhc", "mhc_lite", "hc", "block_attnres", "delta_attnres", "denseformer"))]
+    + [("gpt2", "mhc"), ("gpt2", "attnres")],
 )
 def test_one_graph(family, scheme):
     """aot_eager traces as inductor does, forward and backward, without its compile time."""

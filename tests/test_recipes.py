@@ -107,20 +107,6 @@ def test_a_plain_run(plain):
     assert model.config.eos_token_id == AutoTokenizer.from_pretrained(plain).eos_token_id
 
 
-def test_two_processes_train_as_one(train, mhc, text_file):
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", RECIPES / "accelerate" / "cpu.yaml"]
-    files = ["--train_file", text_file, "--validation_file", text_file, "--gradient_accumulation_steps", 2]
-    batches = ["--per_device_train_batch_size", 2, "--per_device_eval_batch_size", 2]
-    two, one = record(train("two", *MODEL, *MHC, *files, *batches, launcher=launcher)), record(mhc)
-    assert (two["processes"], one["processes"]) == (2, 1)
-    for series, name in (("history", "train_loss"), ("evaluations", "eval_loss")):
-        values = [[point[name] for point in run[series]] for run in (two, one)]
-        assert len(set(values[1])) == len(values[1]) > 2  # each is another number, so the order matters
-        torch.testing.assert_close(*map(torch.tensor, values), rtol=0, atol=1e-4)
-    # The held-out blocks differ, so that one that counts twice would show here.
-    assert two["evaluations"][0]["eval_loss"] == pytest.approx(one["evaluations"][0]["eval_loss"], abs=1e-5)
-
-
 def test_a_converted_run_loads_with_its_loss(mhc, text_file):
     model = AutoModelForCausalLM.from_pretrained(mhc).eval()
     assert model.config.residual["scheme"] == "mhc"

@@ -14,7 +14,6 @@ CASES = {
     "mhc": ["--scheme", "mhc", "--weight_decay", "0.1", "--residual_learning_rate", "3e-3"],
     "stream": ["--scheme", "attnres", "--streaming", "--shuffle_buffer_size", "20"],
     "lora": ["--scheme", "block_attnres", "--lora_r", "4", "--lora_dropout", "0.1", "--mixed_precision", "bf16"],
-    "two": ["--scheme", "hc"],
 }
 LATEST = ["--resume_from_checkpoint", "latest"]
 DIE_WHILE_WRITING = """
@@ -46,13 +45,12 @@ def outcome(folder):
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_is_the_same_run(recipes, text, case):
     options = [*OPTIONS, *CASES[case], *text]
-    processes = 2 if case == "two" else 1
-    recipes.run(*options, "--output_dir", f"{case}-whole", processes=processes)
+    recipes.run(*options, "--output_dir", f"{case}-whole")
     folder = recipes.folder / f"{case}-killed"
-    killed = recipes.start(*options, "--output_dir", folder.name, kill=folder / "checkpoint-6", processes=processes)
-    assert killed["statuses"] == [-9] * processes
+    killed = recipes.start(*options, "--output_dir", folder.name, kill=folder / "checkpoint-6")
+    assert killed["statuses"] == [-9]
     assert not (folder / "run.json").exists()
-    printed = recipes.run(*options, *LATEST, "--output_dir", folder.name, processes=processes)
+    printed = recipes.run(*options, *LATEST, "--output_dir", folder.name)
     assert f"resumed {folder.name}/checkpoint-" in printed
     whole, resumed = outcome(recipes.folder / f"{case}-whole"), outcome(folder)
     assert [point["step"] for point in whole[0]] == [5, 6, 10, 12, 14]

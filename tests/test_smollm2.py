@@ -7,7 +7,6 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
-from tiny import EXACT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import resswap
@@ -37,7 +36,7 @@ def original(pretrained):
     return loss, tokens
 
 
-@pytest.mark.parametrize("scheme", EXACT)
+@pytest.mark.parametrize("scheme", ["mhc", "hc", "block_attnres"])
 def test_loss_and_text_are_unchanged(pretrained, original, scheme):
     model, tokenizer = pretrained
     resswap.convert(model, scheme)

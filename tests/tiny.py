@@ -46,12 +46,11 @@ FAMILIES = ["llama", "gpt2", "qwen3", "gemma2", "olmo2", "granite"]
 SCHEMES = list(resswap.available_schemes())
 EXACT = [name for name, options in resswap.available_schemes().items() if options.preserves_function]
 TRAINABLE = [name for name in SCHEMES if name != "none"]  # with parameters of their own
-# The schemes that the others share their streams or sources with on all families, the others on a plain one and a
-# post-norm one.
+# A scheme with streams and one with sources on all families, the others on a plain one and a post-norm one.
 PAIRS = [
     (family, scheme)
     for scheme in TRAINABLE
-    for family in (FAMILIES if scheme in ("mhc", "hc", "attnres", "block_attnres") else ["llama", "olmo2"])
+    for family in (FAMILIES if scheme in ("mhc", "attnres") else ["llama", "olmo2"])
 ]
 SOURCES = ["attnres", "block_attnres", "delta_attnres", "denseformer"]  # whose streams are not one tensor
 
