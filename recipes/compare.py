@@ -68,7 +68,7 @@ class CompareArguments:
         default=None, metadata={"help": "Text to train on; by default what CPython carries as documentation."}
     )
     validation_split_percentage: float = field(
-        default=5, metadata={"help": "Percentage held out: its first half chooses the rates, its second is reported."}
+        default=5, metadata={"help": "Percentage held out: every other block chooses the rates, the rest is reported."}
     )
     block_size: int = field(default=64, metadata={"help": "Tokens per block."})
     batch_size: int = field(default=4, metadata={"help": "Blocks per step."})
@@ -200,11 +200,10 @@ def split_blocks(args: CompareArguments, tokenizer: Any) -> dict[str, Dataset]:
         raise RecipeError(f"{len(training)} blocks to train on do not fill a step of {args.batch_size}; add text")
     if len(held_out) < 2:
         raise RecipeError(f"{len(held_out)} held-out block is too few; raise --validation_split_percentage")
-    half = len(held_out) // 2
     return {
         "training": training,
-        "tuning": held_out.select(range(half)),
-        "test": held_out.select(range(half, len(held_out))),
+        "tuning": held_out.select(range(0, len(held_out), 2)),
+        "test": held_out.select(range(1, len(held_out), 2)),
     }
 
 

@@ -37,7 +37,7 @@ def depth_attention(
     """
     if needs_plain():
         return depth_attention_reference(sources, query, key_weight, eps)
-    if query.device.type == "cpu" and are_few(sources[0].shape[:-1]):
+    if query.device.type == "cpu" and are_few((len(sources), *sources[0].shape[:-1])):
         return depth_attention_few(sources, probe_of(query, key_weight, sources[0]), eps)
     return _DepthAttention.apply(query, key_weight, eps, kernels_for(kernels, sources[0].device), *sources)
 

@@ -1,26 +1,26 @@
-"""Reading a few tokens without gradients, as in decoding, where the number of operations is what counts.
+"""Reading and writing a few tokens without gradients, as in decoding, where the number of operations is what counts.
 
-What is left between the big products is a few dozen numbers per token. On a CPU numpy computes them, whose small
-operations cost a fraction of torch's.
+Between the big products there are only a few dozen numbers per token. On a CPU they are Python's numbers (float64): a
+tensor operation costs as much as dozens of theirs.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .eager_kernels import add_product, product_of
 from .precision import no_autocast, wide
 
-FEW_TOKENS = 16
+FEW_NUMBERS = 256
 # exp of this and of its negative, multiplied by each other and by a few numbers more, are far from float64's limits.
 LARGEST_LOGIT = 300.0
 
 
-def are_few(shape: torch.Size) -> bool:
-    """Whether `shape`, the dimensions of a tensor that are tokens, is of a few, and no gradient will be asked for."""
-    return shape.numel() <= FEW_TOKENS and not torch.is_grad_enabled()
+def are_few(shape: Sequence[int]) -> bool:
+    """Whether coefficients of `shape` are a few numbers for Python, and no gradient will be asked for."""
+    return math.prod(shape) <= FEW_NUMBERS and not torch.is_grad_enabled()
 
 
 def mhc_read_few(
@@ -29,33 +29,61 @@ def mhc_read_few(
     """`mhc_read` for a few tokens on a CPU."""
     n, hidden = streams.shape[-2:]
     with no_autocast(streams):
-        x = streams.reshape(-1, n, hidden).to(wide(streams.dtype))
-        rows = x.reshape(-1, n * hidden)
-        projected = torch.nn.functional.linear(rows, fn.to(rows.dtype)).numpy()
-        norm = torch.linalg.vector_norm(rows, dim=-1).numpy()[:, None]
-        scale, base = (parameter.detach().to(rows.dtype).numpy() for parameter in (scale, base))
-        mixes = projected * scale.repeat([n, n, n * n]) / np.sqrt(norm * norm / rows.shape[1] + eps) + base
-        gates = 0.5 + 0.5 * np.tanh(0.5 * mixes[:, : 2 * n])  # sigmoids
-        gates[:, n:] *= 2
-        comb = _sinkhorn(mixes[:, 2 * n :].reshape(-1, n, n).astype(np.float64), sinkhorn_iters)
-        gates, comb = torch.from_numpy(gates), torch.from_numpy(comb.astype(mixes.dtype))
+        rows = streams.reshape(-1, n * hidden).to(wide(streams.dtype))
+        projected = torch.nn.functional.linear(rows, fn.to(rows.dtype)).tolist()
+        norms = torch.linalg.vector_norm(rows, dim=-1).tolist()
+        gates, bias, normalise = scale.tolist(), base.tolist(), _straight_sinkhorn(n)
+        coefficients = []
+        for row, norm in zip(projected, norms, strict=True):
+            rstd = (norm * norm / (n * hidden) + eps) ** -0.5
+            pre, post, comb = (rstd * gate for gate in gates)
+            token = [0.5 + 0.5 * math.tanh(0.5 * (pre * m + b)) for m, b in zip(row[:n], bias, strict=False)]
+            token += [1 + math.tanh(0.5 * (post * m + b)) for m, b in zip(row[n : 2 * n], bias[n:], strict=False)]
+            logits = [comb * m + b for m, b in zip(row[2 * n :], bias[2 * n :], strict=True)]
+            coefficients.append(token + normalise(_exponentials(logits, n), sinkhorn_iters))
+        pre, post, comb = torch.tensor(coefficients, dtype=rows.dtype).split([n, n, n * n], dim=-1)
+        x = torch.bmm(pre[:, None], rows.view(-1, n, hidden))
         shape = streams.shape[:-1]
-        branch_input = product_of(gates[:, None, :n], x).to(streams.dtype).view(*shape[:-1], hidden)
-        return branch_input, streams, gates[:, n:].view(shape), comb.view(*shape, n)
+        return (
+            x.to(streams.dtype).view(*shape[:-1], hidden),
+            streams,
+            post.reshape(shape),
+            comb.reshape(*shape, n),
+        )
 
 
-def _sinkhorn(logits: np.ndarray, iters: int) -> np.ndarray:
-    """`sinkhorn` for `[T, n, n]`: with K = exp(logits) the matrices are u K v, and a round is u = 1/Kv, v = 1/K'u."""
-    matrices = np.exp(np.maximum(logits - logits.max(-1, keepdims=True), -LARGEST_LOGIT))
-    transposed = matrices.swapaxes(1, 2)
-    v = np.ones((*matrices.shape[:2], 1))
-    u = np.empty_like(v)
-    for _ in range(iters):
-        np.matmul(matrices, v, out=u)
-        np.divide(1.0, u, out=u)
-        np.matmul(transposed, u, out=v)
-        np.divide(1.0, v, out=v)
-    return u * matrices * v.swapaxes(1, 2)
+def _exponentials(logits: list[float], n: int) -> list[float]:
+    """`exp(logits)` of an n x n matrix, row by row, each row relative to its largest."""
+    largest = [max(logits[i : i + n]) for i in range(0, n * n, n) for _ in range(n)]
+    return [math.exp(max(logit - top, -LARGEST_LOGIT)) for logit, top in zip(logits, largest, strict=True)]
+
+
+@cache
+def _straight_sinkhorn(n: int) -> Callable[[list[float], int], list[float]]:
+    """A function that makes n x n numbers K, row by row, doubly stochastic.
+
+    The matrix is u K v, and a round is u = 1/Kv, v = 1/K'u. Written out, each number a variable of its own, it takes a
+    fifth of the time of loops over lists.
+    """
+    k = [[f"k{i}_{j}" for j in range(n)] for i in range(n)]
+    u, v = [f"u{i}" for i in range(n)], [f"v{j}" for j in range(n)]
+
+    def reciprocals(names: list[str], matrix: Sequence[Sequence[str]], factors: list[str]) -> list[str]:
+        sums = [" + ".join(f"{a} * {b}" for a, b in zip(row, factors, strict=True)) for row in matrix]
+        return [f"        {name} = 1 / ({total})" for name, total in zip(names, sums, strict=True)]
+
+    source = [
+        "def normalise(numbers, iters):",
+        f"    {', '.join(sum(k, []))} = numbers",
+        f"    {' = '.join(v)} = 1.0",
+        "    for _ in range(iters):",
+        *reciprocals(u, k, v),
+        *reciprocals(v, list(zip(*k, strict=True)), u),
+        f"    return [{', '.join(f'u{i} * k{i}_{j} * v{j}' for i in range(n) for j in range(n))}]",
+    ]
+    namespace: dict[str, Callable] = {}
+    exec("\n".join(source), namespace)
+    return namespace["normalise"]
 
 
 def write_few(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -63,14 +91,23 @@ def write_few(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     n, hidden = streams.shape[-2:]
     with no_autocast(streams):
         x, row = streams.reshape(-1, n, hidden).to(comb.dtype), y.reshape(-1, 1, hidden).to(comb.dtype)
-        written = torch.mul(post.reshape(-1, n, 1), row)
-        return add_product(written, comb.reshape(-1, n, n).mT, x).to(streams.dtype).view(streams.shape)
+        written = (post.reshape(-1, n, 1) * row).baddbmm_(comb.reshape(-1, n, n).mT, x)
+        return written.to(streams.dtype).view(streams.shape)
 
 
 def depth_attention_few(sources: Sequence[Tensor], probe: Tensor, eps: float) -> Tensor:
-    """`depth_attention` for a few tokens: on a copy of all sources. `probe` is the query times the key weight."""
+    """`depth_attention` for a few tokens on a CPU, on a copy of all sources; `probe` is query times key weight."""
+    hidden = probe.numel()
     with no_autocast(probe):
-        stack = torch.stack(list(sources)).to(probe.dtype)
-        rstd = torch.linalg.vector_norm(stack, dim=-1).square_().div_(probe.numel()).add_(eps).rsqrt_()
-        weights = (stack @ probe).mul_(rstd).softmax(0).mul_(len(sources))
-        return (weights[..., None] * stack).sum(0).to(sources[0].dtype)
+        stack = torch.stack(list(sources), dim=-2).to(probe.dtype).view(-1, len(sources), hidden)
+        products = (stack @ probe).tolist()
+        norms = torch.linalg.vector_norm(stack, dim=-1).tolist()
+        weights = []
+        for token in zip(products, norms, strict=True):
+            logits = [p * (norm * norm / hidden + eps) ** -0.5 for p, norm in zip(*token, strict=True)]
+            largest = max(logits)
+            exponentials = [math.exp(logit - largest) for logit in logits]
+            factor = len(logits) / sum(exponentials)
+            weights.append([[factor * e for e in exponentials]])
+        x = torch.bmm(torch.tensor(weights, dtype=probe.dtype), stack)
+        return x.to(sources[0].dtype).view(sources[0].shape)

@@ -68,7 +68,7 @@ def write_streams(
     """
     if needs_plain():
         return write_streams_reference(streams, y, post, comb)
-    if streams.device.type == "cpu" and are_few(streams.shape[:-2]) and post.dim() > 1:
+    if streams.device.type == "cpu" and comb.dim() > 2 and are_few(comb.shape):
         return write_few(streams, y, post, comb)
     shape = streams.shape[:-1]
     post, comb = post.expand(shape), comb.expand(*shape, shape[-1])
@@ -94,12 +94,12 @@ def mhc_read(
     """
     if needs_plain():
         return mhc_read_reference(streams, fn, scale, base, sinkhorn_iters, eps)
-    if are_few(streams.shape[:-2]):
+    if are_few((*streams.shape[:-1], streams.shape[-2])):
+        if streams.device.type == "cpu":
+            return mhc_read_few(streams, fn, scale, base, sinkhorn_iters, eps)
         if kernels_for(kernels, streams.device) is COMPILED:
             x, post, comb = mhc_read_few_compiled(streams, fn, scale, base, sinkhorn_iters, eps)
             return x, streams, post, comb
-        if streams.device.type == "cpu":
-            return mhc_read_few(streams, fn, scale, base, sinkhorn_iters, eps)
     head = partial(mhc_head, n=streams.shape[-2], sinkhorn_iters=sinkhorn_iters)
     return dynamic_read(streams, fn, scale, base, head, eps, kernels)
 
