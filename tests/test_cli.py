@@ -141,6 +141,7 @@ def test_nothing_is_overwritten_unasked(saved, tmp_path):
         (["SAVED", "OUT", "-o", "num_streams=1"], "num_streams=1; allowed: a whole number from 2", 2),
         (["SAVED", "OUT", "-o", "num_streams=four"], "num_streams='four'; allowed", 2),
         (["SAVED", "OUT", "-o", "num_streams"], "NAME=VALUE", 2),
+        (["SAVED", "OUT", "-o", "num_streams=2", "-o", "num_streams=4"], "num_streams is given twice", 2),
         (["SAVED"], "DST", 2),
         (["SAVED", "OUT", "--schema", "hc"], "--schema", 2),
         (["./no/where", "OUT"], "no such folder", 1),
@@ -211,6 +212,7 @@ def test_mistakes_in_inspect(saved, tmp_path):
     assert "at least 2" in run("inspect", saved, "--text", tmp_path / "empty", status=2)
     assert "UTF-8" in run("inspect", saved, "--text", tmp_path / "latin", status=2)
     assert "No such file" in run("inspect", saved, "--text", tmp_path / "lost", status=1)
+    assert "is a directory" in run("inspect", saved, "--out", tmp_path, status=2)
 
 
 def test_without_matplotlib(saved, tmp_path, monkeypatch):

@@ -286,3 +286,5 @@ def test_what_cannot_be_inspected():
         resswap.inspect(tiny().to("meta"), input_ids())
     with pytest.raises(resswap.UnsupportedModelError, match="wraps the model"):
         resswap.inspect(get_peft_model(tiny(), LoraConfig(target_modules=["q_proj"])), input_ids())
+    with pytest.raises(resswap.OptionError, match="all of them are -100"):
+        resswap.inspect(tiny(), {"input_ids": input_ids(), "labels": torch.full_like(input_ids(), -100)})

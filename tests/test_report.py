@@ -77,6 +77,8 @@ def test_the_page_needs_nothing_else(tmp_path):
     assert text.count("<svg") == 1 and "src=" not in text and "<link" not in text and "@import" not in text
     data = text.partition('id="data">')[2].partition("</script>")[0]
     assert json.loads(data)[0] == report.to_dict()
+    with pytest.raises(TypeError, match="LlamaForCausalLM is not a report"):
+        report.save_html(path, model)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 import resswap
@@ -101,7 +101,7 @@ def support(
     """
     names = [field.name for field in dataclasses.fields(resswap.Support)]
     found = resswap.support(which if which is None or models.is_model_type(which) else models.read_config(which))
-    table = Table(*(name.replace("_", " ") for name in names))
+    table = Table(*(Column(name.replace("_", " "), overflow="fold") for name in names))
     for row in [found] if isinstance(found, resswap.Support) else found:
         words = {True: "yes", False: "no", None: "unknown"}
         table.add_row(*(words[v] if v is None or isinstance(v, bool) else str(v) for v in dataclasses.astuple(row)))
@@ -133,7 +133,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Convert a saved model, with its tokenizer and generation config, to another folder."""
-    options = dict(map(_parsed, option or ()))
+    options = _options(option or [])
     config = scheme_config(scheme, options)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         if target.resolve() == Path(source).resolve() or not target.is_dir():
@@ -201,7 +201,9 @@ def inspect(
         str | None, typer.Option(help="A tokenizer's folder or name, if not the model's own.")
     ] = None,
     baseline: Annotated[str | None, typer.Option(help="Another model to compare with, such as the plain one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the report with figures to this HTML file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the report with figures to this HTML file.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the text to take.")] = 512,
     as_json: AsJson = False,
 ) -> None:
@@ -246,6 +248,17 @@ def _refusals_explained(repo: str) -> Iterator[None]:
         if isinstance(error, resswap.ResswapError | OSError):
             raise
         raise typer.BadParameter(f"{repo}: {error}") from error
+
+
+def _options(given: list[str]) -> dict[str, Any]:
+    """What `-o` gave, by name."""
+    options: dict[str, Any] = {}
+    for option in given:
+        name, value = _parsed(option)
+        if name in options:
+            raise typer.BadParameter(f"-o {option}: {name} is given twice.")
+        options[name] = value
+    return options
 
 
 def _parsed(option: str) -> tuple[str, Any]:

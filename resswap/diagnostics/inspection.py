@@ -12,7 +12,7 @@ from torch.utils import _pytree
 
 from resswap.configuration import described_scheme
 from resswap.conversion import connections, plain_connections
-from resswap.errors import UnsupportedModelError
+from resswap.errors import OptionError, UnsupportedModelError
 from resswap.schemes import ResidualConfig
 
 from .probe import Probe
@@ -39,6 +39,7 @@ def inspect(
     Raises:
         UnsupportedModelError: a plain model whose residual adds cannot be found, or a model whose weights are not
             in memory.
+        OptionError: all labels are -100, so there is no loss.
 
     Example:
         >>> report = resswap.inspect(model, {"input_ids": input_ids, "labels": input_ids})
@@ -52,6 +53,9 @@ def inspect(
     if away is not None:
         raise UnsupportedModelError(f"{away} is offloaded or not loaded: inspect the model where it fits in memory.")
     inputs = {"input_ids": batch} if isinstance(batch, Tensor) else dict(batch)
+    labels = inputs.get("labels")
+    if isinstance(labels, Tensor) and (labels == -100).all():
+        raise OptionError("labels: all of them are -100, which no loss counts; give the ids of some tokens.")
     parameters = _inspect.signature(model.forward).parameters
     if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         inputs.setdefault("use_cache", False)  # some caches are written in place, which has no gradient

@@ -98,10 +98,11 @@ class Report:
 
         Raises:
             ImportError: matplotlib is not installed.
+            TypeError: what is given to compare with is no report.
         """
         from .figures import draw
 
-        return draw([self, *others])
+        return draw(self._with(others))
 
     def save_html(self, path: str | os.PathLike, *others: "Report") -> None:
         """Write everything into one page that needs nothing else, neither files nor network.
@@ -112,12 +113,19 @@ class Report:
 
         Raises:
             ImportError: matplotlib is not installed.
+            TypeError: what is given to compare with is no report.
         """
         from .page import page
 
-        text = page([self, *others])
+        text = page(self._with(others))
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
+
+    def _with(self, others: tuple["Report", ...]) -> list["Report"]:
+        for other in others:
+            if not isinstance(other, Report):
+                raise TypeError(f"{type(other).__name__} is not a report to compare with; resswap.inspect makes one.")
+        return [self, *others]
 
 
 def _cell(value: float | None) -> str:
