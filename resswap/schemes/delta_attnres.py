@@ -25,6 +25,9 @@ class DeltaAttnResConfig(SourcesConfig):
     Of arXiv 2605.18855. A delta is what a sublayer added to the stream, or the sum over a block of sublayers. The
     stream is that of the plain residual, and with the gate at 0 the model computes what it did. A norm on the residual
     path (post-norm models) applies to the stream, and leaves the deltas as they are.
+
+    The authors' code (github.com/wdlctc/delta-attention-residuals-code) has no gate, which is the formula here with a
+    gate of 1; to fine-tune, it adds a source of zeros instead, which is near the plain model but not equal to it.
     """
 
     scheme: ClassVar[str] = "delta_attnres"
