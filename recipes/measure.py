@@ -1,11 +1,12 @@
 """Measure models against each other: interleaved rounds, bytes saved for the backward, peak memory."""
 
 import gc
+import re
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,8 +67,11 @@ def peak_memory(work: Callable[[], Any]) -> int:
         work()
         return torch.cuda.max_memory_allocated()
     work()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = Path("/proc/self/status")
+    high_water = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    if high_water:  # getrusage would count what the process that started this one had in use
+        return 1024 * int(high_water[1])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS, in bytes
 
 
 def _synchronize() -> None:

@@ -174,3 +174,16 @@ def test_compiled_kernels_in_a_model(scheme):
         out.sin().sum().backward()
         results[kernels_] = [out.detach(), *(p.grad for p in new_parameters(model).values())]
     torch.testing.assert_close(results["compile"], results["eager"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_trace_holds_operations_and_no_numbers():
+    n, generator = 4, torch.Generator().manual_seed(0)
+    fn, scale, base = torch.randn((2 + n) * n, n * 8, generator=generator), torch.ones(3), torch.zeros((2 + n) * n)
+
+    def read(streams):
+        x = mhc_read(streams, fn, scale, base, ITERS, EPS)[0]
+        return depth_attention([x, x.sin()], fn[0, :8], None, EPS)
+
+    traced, other = (torch.randn(1, 2, n, 8, generator=generator) for _ in range(2))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.trace(read, traced)(other), read(other))

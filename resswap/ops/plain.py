@@ -15,8 +15,8 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def needs_plain() -> bool:
-    """Whether torch.compile, a transform of torch.func or a forward-mode derivative is to see single operations."""
-    return torch.compiler.is_compiling() or needs_transformable()
+    """Whether torch.compile, a trace, a transform of torch.func or a forward-mode derivative is to see operations."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or needs_transformable()
 
 
 def needs_transformable() -> bool:
