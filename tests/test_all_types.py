@@ -93,7 +93,7 @@ def hidden_states(model, inputs):
 
 
 @pytest.mark.parametrize("model_type", SUPPORTED)
-def test_converts_and_behaves(model_type, tmp_path):
+def test_converts_and_behaves(model_type):
     model, inputs = build(model_type)
     before, hidden_before = look(model, inputs, logits), look(model, inputs, hidden_states)
     steps_before, error_before = greedy(model, inputs), cache_error(model, inputs)
@@ -109,15 +109,7 @@ def test_converts_and_behaves(model_type, tmp_path):
 
     randomise_connections(model, std=0.1)
     assert cache_error(model, inputs) <= 10 * error_before + 1e-4
-    assert_saved_and_loaded(model, inputs, tmp_path)
     assert_gradients(model, inputs)
-
-
-def assert_saved_and_loaded(model, inputs, folder):
-    model.save_pretrained(folder)
-    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
-    expected, actual = look(model, inputs, logits), look(loaded, inputs, logits)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def assert_gradients(model, inputs):

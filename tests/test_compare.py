@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from common import RecipeError  # noqa: E402
-from compare import CompareArguments  # noqa: E402
+from compare import CompareArguments, check_settings, parse  # noqa: E402
 
 SIZE = "hidden_size=16,intermediate_size=32,num_attention_heads=2,num_hidden_layers="
 OPTIONS = ["--config_overrides", f"{SIZE}2", "--deep_config_overrides", f"{SIZE}3", "--block_size", "32"]
@@ -30,11 +30,11 @@ def folder(tmp_path_factory):
 def compare(folder):
     """Run compare.py; returns what it printed."""
 
-    def compare(*options, status=0):
+    def compare(*options):
         command = [sys.executable, str(ROOT / "recipes" / "compare.py"), *OPTIONS, "--output_dir", "out", *options]
         result = subprocess.run(command, cwd=folder, env=recipe_environ(folder), text=True, capture_output=True)
-        assert result.returncode == status, result.stdout + result.stderr
-        return result.stdout if status == 0 else result.stderr
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
 
     return compare
 
@@ -122,10 +122,11 @@ def test_a_killed_comparison_goes_on(compare, runs, report, folder):
     assert json.loads((folder / "out" / "comparison.json").read_text())["main"] == report["main"]
 
 
-def test_other_settings_need_another_folder(printed, compare):
-    error = compare("--block_size", "16", status=2)
-    assert error.startswith("error: ") and error.count("\n") == 1
-    assert "have --block_size 32, not 16; give another --output_dir" in error
+def test_other_settings_need_another_folder(printed, folder, monkeypatch):
+    path = folder / "out" / "settings.json"
+    monkeypatch.setattr(sys, "argv", ["compare.py", *OPTIONS, "--output_dir", "out", "--block_size", "16"])
+    with pytest.raises(RecipeError, match="have --block_size 32, not 16; give another --output_dir"):
+        check_settings(path, parse())
 
 
 @pytest.mark.parametrize(
