@@ -184,6 +184,12 @@ def _check_connection(new: Any, scheme: SchemeConfig, place: Place) -> None:
             f"The scheme {scheme.scheme!r}: {name}.index is not {place.index}; its __init__ has to call "
             "super().__init__(place.index)."
         )
+    lost = {key for key, _ in new.named_buffers()} - set(new.state_dict())
+    if lost:
+        raise OptionError(
+            f"The scheme {scheme.scheme!r}: the buffer {min(lost)!r} of {name} is not saved, and a loaded model would "
+            "have it without its values; make it persistent, or compute it in forward."
+        )
 
 
 def modules_of_owner(

@@ -207,6 +207,7 @@ def test_mistakes_in_inspect(saved, tmp_path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "latin").write_bytes("für".encode("latin-1"))
     assert "name one with --tokenizer" in run("inspect", tmp_path / "bare", status=1)
+    assert "there is no such folder" in run("inspect", tmp_path / "no" / "where", status=1)
     assert "1 × 10 tokens" in run("inspect", tmp_path / "bare", "--tokenizer", saved, "--max-tokens", "10")
     assert "the model has 50 tokens" in run("inspect", tmp_path / "small", "--tokenizer", saved, status=1)
     assert "at least 2" in run("inspect", saved, "--text", tmp_path / "empty", status=2)

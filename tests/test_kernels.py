@@ -132,21 +132,18 @@ def test_few_tokens_without_gradients(scheme, dtype, tolerance):
     torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=tolerance * size)
 
 
-@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("size", [1, 50, 1000])
-@pytest.mark.parametrize("read_few", [mhc_read_few, mhc_read_few_compiled])
+@pytest.mark.parametrize(("read_few", "n"), [(mhc_read_few, 4), (mhc_read_few, 3), (mhc_read_few_compiled, 2)])
 def test_few_tokens_with_large_logits(n, size, read_few):
     generator = torch.Generator().manual_seed(0)
-    streams = torch.randn(1, 2, n, 8, generator=generator)
+    streams = torch.randn(1, 2, n, 8, generator=generator, dtype=torch.float64)
     fn, scale = torch.zeros((2 + n) * n, n * 8), torch.ones(3)
-    base = size * (2 * torch.rand((2 + n) * n, generator=generator) - 1)
+    base = size * (2 * torch.rand((2 + n) * n, generator=generator, dtype=torch.float64) - 1)
     expected = mhc_read(streams, fn.requires_grad_(), scale, base, ITERS, EPS)
     with torch.no_grad():
         x, *_, post, comb = read_few(streams, fn, scale, base, ITERS, EPS)
     for few, many in zip((x, post, comb), (expected[0], *expected[2:]), strict=True):
-        assert few.isfinite().all()
-        if size < 1000:
-            torch.testing.assert_close(few, many.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(few, many.detach(), rtol=1e-9, atol=1e-9)
 
 
 def test_kernels_are_chosen_for_a_loaded_model(tmp_path):

@@ -178,6 +178,12 @@ def test_annotations_as_text_are_checked_too(tmp_path, monkeypatch):
     resswap.convert(tiny(), "late", per_channel=True)
 
 
+def with_lost_buffer(place):
+    connection = resswap.Connection(place.index)
+    connection.register_buffer("steps", torch.ones(1), persistent=False)
+    return connection
+
+
 @pytest.mark.parametrize(
     ("connection", "message"),
     [
@@ -187,6 +193,7 @@ def test_annotations_as_text_are_checked_too(tmp_path, monkeypatch):
         ),
         (lambda self, place: None, "gives NoneType"),
         (lambda self, place: resswap.Connection(7), "Connection.index is not 0"),
+        (lambda self, place: with_lost_buffer(place), "the buffer 'steps' of Connection is not saved"),
     ],
 )
 def test_a_wrong_connection_leaves_the_model_as_it_was(connection, message):

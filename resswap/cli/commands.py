@@ -212,9 +212,12 @@ def inspect(
         words = models.SAMPLE if text is None else text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise resswap.OptionError(f"{text} is not UTF-8: {error}") from error
+    names = [name] if baseline is None else [name, baseline]
+    for each in names:
+        models.read_config(each)  # a name that is none is to be the first thing said
     ids = models.token_ids(tokenizer or name, words, max_tokens)
     reports = []
-    for each in filter(None, (name, baseline)):
+    for each in names:
         model = models.load_model(each)
         tokens = models.fitting(model, ids)
         reports.append(resswap.inspect(model, {"input_ids": tokens, "labels": tokens}))

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from .eager_kernels import Kernels
-from .few_tokens import LARGEST_LOGIT
 from .precision import wide
 from .spans import spans
 
@@ -108,10 +107,11 @@ def mhc_read_few_compiled(
     pre = (mixes[:, :n] * scale[0] + base[:n]).sigmoid()
     post = 2 * (mixes[:, n : 2 * n] * scale[1] + base[n : 2 * n]).sigmoid()
     logits = (mixes[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).double()
-    # As in few_tokens: the matrices are u K v, each number of u and v a variable of its own.
-    k = [row.unbind(-1) for row in (logits - logits.amax(-1, keepdim=True)).clamp(min=-LARGEST_LOGIT).exp().unbind(1)]
-    v = [torch.ones_like(k[0][0])] * n
-    for _ in range(sinkhorn_iters):
+    # As in few_tokens: the matrices are u K v, each number of u and v a variable of its own. The first round uses
+    # logarithms; after it every row and column has a number of 1/n^2 or more, beside which what underflows is nothing.
+    k = [row.unbind(-1) for row in logits.log_softmax(-1).softmax(-2).unbind(1)]
+    u, v = [torch.ones_like(k[0][0])] * n, [torch.ones_like(k[0][0])] * n
+    for _ in range(sinkhorn_iters - 1):
         u = [1 / sum(k[i][j] * v[j] for j in range(n)) for i in range(n)]
         v = [1 / sum(k[i][j] * u[i] for i in range(n)) for j in range(n)]
     comb = torch.stack([torch.stack([u[i] * k[i][j] * v[j] for j in range(n)], -1) for i in range(n)], 1)

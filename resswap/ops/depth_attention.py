@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .eager_kernels import Kernels
-from .few_tokens import are_few, depth_attention_few
+from .few_tokens import are_few, depth_attention_few, has_numbers
 from .kernels import kernels_for
 from .plain import needs_plain, needs_plain_backward, plain_backward
 from .precision import no_autocast, wide
@@ -37,7 +37,7 @@ def depth_attention(
     """
     if needs_plain():
         return depth_attention_reference(sources, query, key_weight, eps)
-    if query.device.type == "cpu" and are_few((len(sources), *sources[0].shape[:-1])):
+    if are_few((len(sources), *sources[0].shape[:-1])) and has_numbers(sources[0]):
         return depth_attention_few(sources, probe_of(query, key_weight, sources[0]), eps)
     return _DepthAttention.apply(query, key_weight, eps, kernels_for(kernels, sources[0].device), *sources)
 

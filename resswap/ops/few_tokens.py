@@ -12,15 +12,21 @@ import torch
 from torch import Tensor
 
 from .precision import no_autocast, wide
+from .sinkhorn import sinkhorn
 
 FEW_NUMBERS = 256
 # exp of this and of its negative, multiplied by each other and by a few numbers more, are far from float64's limits.
-LARGEST_LOGIT = 300.0
+LARGEST_SPREAD = 300.0
 
 
 def are_few(shape: Sequence[int]) -> bool:
-    """Whether coefficients of `shape` are a few numbers for Python, and no gradient will be asked for."""
+    """Whether coefficients of `shape` are a few numbers, and no gradient will be asked for."""
     return math.prod(shape) <= FEW_NUMBERS and not torch.is_grad_enabled()
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether Python can have a tensor's numbers at no cost: they are in the CPU's memory, and it is no stand-in."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu"
 
 
 def mhc_read_few(
@@ -32,7 +38,7 @@ def mhc_read_few(
         rows = streams.reshape(-1, n * hidden).to(wide(streams.dtype))
         projected = torch.nn.functional.linear(rows, fn.to(rows.dtype)).tolist()
         norms = torch.linalg.vector_norm(rows, dim=-1).tolist()
-        gates, bias, normalise = scale.tolist(), base.tolist(), _straight_sinkhorn(n)
+        gates, bias = scale.tolist(), base.tolist()
         coefficients = []
         for row, norm in zip(projected, norms, strict=True):
             rstd = (norm * norm / (n * hidden) + eps) ** -0.5
@@ -40,7 +46,7 @@ def mhc_read_few(
             token = [0.5 + 0.5 * math.tanh(0.5 * (pre * m + b)) for m, b in zip(row[:n], bias, strict=False)]
             token += [1 + math.tanh(0.5 * (post * m + b)) for m, b in zip(row[n : 2 * n], bias[n:], strict=False)]
             logits = [comb * m + b for m, b in zip(row[2 * n :], bias[2 * n :], strict=True)]
-            coefficients.append(token + normalise(_exponentials(logits, n), sinkhorn_iters))
+            coefficients.append(token + _sinkhorn(logits, n, sinkhorn_iters))
         pre, post, comb = torch.tensor(coefficients, dtype=rows.dtype).split([n, n, n * n], dim=-1)
         x = torch.bmm(pre[:, None], rows.view(-1, n, hidden))
         shape = streams.shape[:-1]
@@ -52,10 +58,12 @@ def mhc_read_few(
         )
 
 
-def _exponentials(logits: list[float], n: int) -> list[float]:
-    """`exp(logits)` of an n x n matrix, row by row, each row relative to its largest."""
-    largest = [max(logits[i : i + n]) for i in range(0, n * n, n) for _ in range(n)]
-    return [math.exp(max(logit - top, -LARGEST_LOGIT)) for logit, top in zip(logits, largest, strict=True)]
+def _sinkhorn(logits: list[float], n: int, iters: int) -> list[float]:
+    """`sinkhorn` of n x n logits, row by row."""
+    largest = max(logits)
+    if largest - min(logits) > LARGEST_SPREAD:
+        return sinkhorn(torch.tensor(logits, dtype=torch.float64).view(n, n), iters).flatten().tolist()
+    return _straight_sinkhorn(n)([math.exp(logit - largest) for logit in logits], iters)
 
 
 @cache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .compiled_kernels import COMPILED, mhc_read_few_compiled
-from .few_tokens import are_few, mhc_read_few, write_few
+from .few_tokens import are_few, has_numbers, mhc_read_few, write_few
 from .kernels import kernels_for
 from .plain import needs_plain
 from .stream_formulas import (
@@ -68,7 +68,7 @@ def write_streams(
     """
     if needs_plain():
         return write_streams_reference(streams, y, post, comb)
-    if streams.device.type == "cpu" and comb.dim() > 2 and are_few(comb.shape):
+    if comb.dim() > 2 and are_few(comb.shape) and has_numbers(streams):
         return write_few(streams, y, post, comb)
     shape = streams.shape[:-1]
     post, comb = post.expand(shape), comb.expand(*shape, shape[-1])
@@ -95,7 +95,7 @@ def mhc_read(
     if needs_plain():
         return mhc_read_reference(streams, fn, scale, base, sinkhorn_iters, eps)
     if are_few((*streams.shape[:-1], streams.shape[-2])):
-        if streams.device.type == "cpu":
+        if has_numbers(streams):
             return mhc_read_few(streams, fn, scale, base, sinkhorn_iters, eps)
         if kernels_for(kernels, streams.device) is COMPILED:
             x, post, comb = mhc_read_few_compiled(streams, fn, scale, base, sinkhorn_iters, eps)
