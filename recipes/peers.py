@@ -4,6 +4,8 @@ Their modules run as their authors wrote them; only their parameters start at ra
 """
 
 import importlib.util
+import itertools
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -17,14 +19,23 @@ import resswap
 from resswap import Add, Connection, Place, ResidualModule, SchemeConfig
 
 PEERS = ("peer_deepseek_v4", "peer_stacked_attnres", "peer_hyper_connections")
+PEERS += ("peer_liger_mhc", "peer_liger_attnres", "peer_fla_attnres")
 
 
 def register_peers() -> None:
-    """Make the peers known to `resswap.convert`; those whose package is not installed are left out."""
-    for config_class in (DeepseekV4Peer, StackedAttnResPeer):
+    """Make the peers known to `resswap.convert`; those whose package is not installed are left out.
+
+    Those of Liger and flash-linear-attention are Triton kernels: they need CUDA, or Triton's interpreter.
+    """
+    has_triton = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    classes = {
+        "hyper_connections": (HyperConnectionsPeer,),
+        "liger_kernel": (LigerMHCPeer, LigerAttnResPeer) if has_triton else (),
+        "fla": (FlaAttnResPeer,) if has_triton else (),
+    }
+    installed = [peers for package, peers in classes.items() if importlib.util.find_spec(package)]
+    for config_class in (DeepseekV4Peer, StackedAttnResPeer, *itertools.chain(*installed)):
         resswap.register_scheme(config_class)
-    if importlib.util.find_spec("hyper_connections"):
-        resswap.register_scheme(HyperConnectionsPeer)
 
 
 class _Expand(ResidualModule):
@@ -84,13 +95,33 @@ class StackedAttnResPeer(SchemeConfig):
     num_blocks: int = resswap.option(8, "How many blocks; 0: every sublayer's output is a source.", "from 0")
 
     def connection(self, place: Place) -> Connection:
-        return _StackedAttnRes(place, self.num_blocks)
+        return _StackedAttnRes(place, self.num_blocks, self.readout(place.hidden_size, 0))
 
     def expand(self, hidden_size: int) -> ResidualModule:
         return _FirstSource()
 
     def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
         return _StackedReadout(hidden_size)
+
+
+@dataclass(frozen=True)
+class LigerAttnResPeer(StackedAttnResPeer):
+    """The same with Liger's kernel, which takes the stack."""
+
+    scheme: ClassVar[str] = "peer_liger_attnres"
+
+    def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
+        return _LigerReadout(hidden_size)
+
+
+@dataclass(frozen=True)
+class FlaAttnResPeer(StackedAttnResPeer):
+    """The same with the fused kernel of flash-linear-attention, which takes the sources."""
+
+    scheme: ClassVar[str] = "peer_fla_attnres"
+
+    def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
+        return _FlaReadout(hidden_size)
 
 
 class _FirstSource(ResidualModule):
@@ -110,13 +141,27 @@ class _StackedReadout(ResidualModule):
         return torch.einsum("nbt,nbtd->btd", logits.softmax(0), values)
 
 
+class _LigerReadout(_StackedReadout):
+    def forward(self, sources: tuple[Tensor, ...]) -> Tensor:
+        from liger_kernel.transformers.functional import liger_attn_res
+
+        return liger_attn_res(torch.stack(sources), self.query, self.norm.weight)
+
+
+class _FlaReadout(_StackedReadout):
+    def forward(self, sources: tuple[Tensor, ...]) -> Tensor:
+        from fla.ops.attnres import fused_attnres
+
+        return fused_attnres(self.query, sources, self.norm.weight)
+
+
 class _StackedAttnRes(Connection):
-    def __init__(self, place: Place, num_blocks: int) -> None:
+    def __init__(self, place: Place, num_blocks: int, read: ResidualModule) -> None:
         super().__init__(place.index)
         blocks = min(num_blocks, place.num_connections) or place.num_connections
         block, before = ((place.index - i) * blocks // place.num_connections for i in (0, 1))
         self.begins_block = block > before
-        self.read = _StackedReadout(place.hidden_size)
+        self.read = read
 
     def forward(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
         return self.read(sources), Add(sources, _append if self.begins_block else _accumulate)
@@ -162,3 +207,33 @@ class _HyperConnections(Connection):
 
 def _package_write(streams: Tensor, y: Tensor, add: Any, shape: tuple[int, ...]) -> Tensor:
     return add(y).view(shape).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class LigerMHCPeer(SchemeConfig):
+    """mHC with Liger's kernels."""
+
+    scheme: ClassVar[str] = "peer_liger_mhc"
+
+    def expand(self, hidden_size: int) -> ResidualModule:
+        return _Expand(4)
+
+    def readout(self, hidden_size: int, num_layers: int) -> ResidualModule:
+        return _Mean()
+
+    def connection(self, place: Place) -> Connection:
+        return _LigerMHC(place)
+
+
+class _LigerMHC(Connection):
+    def __init__(self, place: Place) -> None:
+        super().__init__(place.index)
+        self.phi = nn.Parameter(0.02 * torch.randn(4 * place.hidden_size, 24))
+        self.base = nn.Parameter(torch.zeros(24))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Add]:
+        from liger_kernel.transformers.functional import liger_mhc_coeffs, liger_mhc_post_res, liger_mhc_pre
+
+        pre, post, res = liger_mhc_coeffs(streams, self.phi, self.base, *self.scale, allow_fp32=True)
+        return liger_mhc_pre(streams, pre), Add(streams, partial(liger_mhc_post_res, h_post=post, h_res=res))

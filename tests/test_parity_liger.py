@@ -79,3 +79,30 @@ def test_mhc():
 
 def test_attention_residuals():
     assert run_python(ATTNRES, TRITON_INTERPRET="1")["difference"] < 1e-5
+
+
+PEERS = """
+import copy, json
+from pathlib import Path
+import tiny
+sys.path.insert(0, str(Path(tiny.__file__).parents[1] / "recipes"))
+import peers, resswap
+
+peers.register_peers()
+plain, ids, results = tiny.tiny(), tiny.input_ids(1, 8), []
+for scheme in ("peer_stacked_attnres", "peer_liger_attnres", "peer_liger_mhc"):
+    model = resswap.convert(copy.deepcopy(plain), scheme)
+    output = model(ids, use_cache=False).logits
+    output.sin().sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    results.append([output, *grads])
+difference = max(((a - b).abs().max() / a.abs().max().clamp_min(1e-3)).item() for a, b in zip(*results[:2]))
+finite = all(t is not None and t.isfinite().all().item() for t in results[2])
+print(json.dumps({"difference": difference, "finite": finite}))
+"""
+
+
+def test_as_peers_of_the_benchmark():
+    found = run_python(PEERS, TRITON_INTERPRET="1")
+    assert found["difference"] < 1e-4
+    assert found["finite"]
