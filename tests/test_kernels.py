@@ -76,7 +76,8 @@ def test_lent_streams_change_no_gradient():
         results.append([streams, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
         streams, leaves = chain(lend=lend)
         results[-1] += torch.autograd.grad(streams.sin().sum(), leaves)
-    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+    for lent, kept in zip(*results, strict=True):  # second derivatives go up to 1e6, and cancel in sums
+        torch.testing.assert_close(lent, kept, rtol=0, atol=1e-12 * max(1.0, kept.abs().max().item()))
 
 
 def test_the_graph_can_be_walked_twice():
